@@ -1,0 +1,150 @@
+"""Train an image classifier on one process, or data-parallel on many, with plain PyTorch.
+
+One process:          python train_ddp.py
+Two on this machine:  torchrun --standalone --nproc-per-node 2 train_ddp.py
+Two nodes:            ./launch_multinode_ddp.sh HOST1 HOST2 --nproc-per-node 4 -- --epochs 5
+
+GPUs are used where there are any (one process a GPU, nccl), else CPUs (gloo). With one --seed and --batch-size, every
+number of processes computes the same losses, up to rounding (--model mlp apart: its dropout draws on every rank).
+"""
+
+import time
+from argparse import Namespace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from shared import checkpoint, cli, data, distributed, models
+
+
+def main() -> None:
+    args = cli.training_parser(__doc__).parse_args()
+    worker = distributed.join()
+    folder = cli.run_folder(args)
+
+    # [1] Whatever can be wrong is found before the first step, and by all ranks together.
+    state = None
+    with distributed.fail_together():
+        local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
+        cli.check_precision(args.precision, worker.device)
+        if worker.rank == 0:
+            state = cli.claim_run(args, folder, worker)
+    with distributed.fail_together(), distributed.local_first(worker):
+        splits = data.load(args.dataset, args.data_dir)
+    with distributed.fail_together():
+        data.check_batch_norm(args.model, len(splits.train), args.batch_size, worker.world_size)
+    cli.stop_on_signals(worker, lambda: cli.farewell(folder))
+
+    # [2] The same weights on every rank; after that each rank draws its own random numbers (dropout).
+    distributed.seed_everything(args.seed)
+    dtype = torch.float64 if args.precision == "fp64" else torch.float32
+    model = models.build(args.model, splits.image_shape, len(splits.classes)).to(worker.device, dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
+    distributed.seed_everything(args.seed + worker.rank)
+
+    # [3] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
+    progress = cli.new_progress(args)
+    state = distributed.from_rank_zero(state)
+    if state is not None:
+        with distributed.fail_together():
+            progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
+
+    # [4] From here on backward() averages the gradients of all ranks.
+    ddp_model = model
+    if dist.is_initialized():
+        device_ids = [worker.device] if worker.device.type == "cuda" else None
+        ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
+    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
+    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+    if state is None:
+        save(folder, worker, model, optimizer, scheduler, progress)
+
+    # [5] Train, validate and save, epoch by epoch.
+    while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
+        samples_per_second = train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
+        metrics = cli.finish_epoch(progress, len(splits.train), {
+            **evaluate(model, val_loader, worker),
+            "samples_per_second": samples_per_second,
+            "world_size": worker.world_size,
+        })  # fmt: skip
+        if progress["position"] == 0:
+            scheduler.step()
+        save(folder, worker, model, optimizer, scheduler, progress)
+        if worker.rank == 0:
+            cli.write_metrics(args.metrics_out, progress["metrics"])
+            worker.log(cli.describe(metrics, args.epochs))
+    if worker.rank == 0:
+        cli.write_metrics(args.metrics_out, progress["metrics"])
+        worker.log(f"done after {progress['step']} steps: {folder}")
+    distributed.leave()
+
+
+def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
+    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
+    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
+    return DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
+
+
+def train_epoch(
+    ddp_model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
+    args: Namespace, progress: dict,
+) -> float:  # fmt: skip
+    """Train from `progress` to the end of the epoch, or to --max-steps; returns samples per second over all ranks."""
+    ddp_model.train()
+    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
+    loader.sampler.set_position(progress["position"])
+    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
+    if args.max_steps is not None:
+        counts = counts[: args.max_steps - progress["step"]]
+    dtype = next(ddp_model.parameters()).dtype
+    losses = []
+    started = time.perf_counter()
+    for count, (images, labels) in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+        images = images.to(worker.device, dtype, non_blocking=True)
+        labels = labels.to(worker.device, non_blocking=True)
+        with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = ddp_model(images)
+        # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
+        loss = F.cross_entropy(logits.to(dtype), labels, reduction="sum") / count
+        optimizer.zero_grad()
+        (loss * worker.world_size).backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
+    seconds = time.perf_counter() - started
+    cli.record_steps(progress, step_losses, counts)
+    return sum(counts) / seconds
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, worker: distributed.Worker) -> dict:
+    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    model.eval()
+    dtype = next(model.parameters()).dtype
+    totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, samples
+    for images, labels in loader:
+        images, labels = images.to(worker.device, dtype), labels.to(worker.device)
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        correct = (logits.argmax(dim=1) == labels).sum()
+        totals += torch.stack([loss.double(), correct.double(), torch.tensor(len(labels)).to(totals)])
+    loss, correct, samples = distributed.global_sum(totals).tolist()
+    return {"val_loss": loss / samples, "val_accuracy": correct / samples}
+
+
+def save(folder, worker: distributed.Worker, model, optimizer, scheduler, progress: dict) -> None:
+    """Rank 0 writes the whole state and keeps the two newest; the others hand it their random generators."""
+    state = checkpoint.training_state(model, optimizer, scheduler, progress)
+    if worker.rank == 0:
+        path = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, progress["step"]))
+        checkpoint.keep_newest(path)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,43 @@
+# make lab     set up .venv and open JupyterLab at the first lesson   (a server: make lab LAB_ARGS="--no-browser --ip 0.0.0.0")
+# make test    set up .venv and run every test, lesson and solution
+# make bench   measure on this machine, into benchmarks/results/
+# make lint    style; make hooks: checks before each commit; make wheelhouse: wheels for a room without a network
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export PYTHONWARNINGS ?= ignore::FutureWarning
+LAB_ARGS ?=
+PYTEST_ARGS ?=
+
+.PHONY: lab test bench lint hooks wheelhouse
+.DELETE_ON_ERROR:
+
+# The stamp is older than requirements.txt when the environment is stale.
+.venv/installed: requirements.txt pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	touch $@
+
+.venv/installed-dev: .venv/installed requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	touch $@
+
+lab: .venv/installed
+	$(BIN)/python -m shared.doctor || true
+	$(BIN)/jupyter lab $(LAB_ARGS) 01-ddp-pytorch-only/01_one_process.ipynb
+
+test: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 $(PYTEST_ARGS) tests 0*-*/
+
+bench: .venv/installed
+	$(BIN)/python benchmarks/bench_ddp.py
+
+lint: .venv/installed-dev
+	$(BIN)/ruff check . && $(BIN)/ruff format --check --exclude '*.ipynb' .
+
+hooks: .venv/installed-dev
+	$(BIN)/pre-commit install
+
+wheelhouse: .venv/installed
+	$(BIN)/python -m pip wheel --quiet --wheel-dir wheelhouse -r requirements.txt

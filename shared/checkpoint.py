@@ -1,0 +1,140 @@
+"""A whole training state on disk: written atomically, read safely, and the newest readable one found again."""
+
+import os
+import pickle
+import random
+import re
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import nn
+
+from shared.distributed import Worker, gather_objects
+
+FORMAT = "distributed-training-workshop checkpoint 1"
+NAME = re.compile(r"checkpoint-(\d{8})\.pt")
+
+
+def save_atomically(state: dict, path: str | Path) -> Path:
+    """Write `state` to `path` so that `path` holds either the old file or the whole new one, never a half.
+
+    The bytes go to a temporary name in the same folder, are flushed to the disk, and are renamed, which is atomic on a
+    POSIX file system.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.partial")
+    with open(partial, "wb") as file:
+        torch.save({"format": FORMAT, **state}, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    return path
+
+
+def load(path: str | Path) -> dict:
+    """The state in `path`, tensors on the CPU. Raises ValueError, saying why, for a file that cannot be trusted.
+
+    Reads with `weights_only=True`: a checkpoint is data, and cannot run code. The check sums inside the file are
+    verified first, since torch.load does not notice a flipped bit.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged = archive.testzip()
+        if damaged:
+            raise ValueError(f"damaged: the check sum of {damaged} is wrong")
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise ValueError("truncated or no checkpoint at all") from error
+    except (RuntimeError, pickle.UnpicklingError, OSError) as error:
+        raise ValueError(str(error).splitlines()[0]) from error
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        raise ValueError("not a checkpoint of this workshop")
+    return state
+
+
+def path_for_step(folder: str | Path, step: int) -> Path:
+    """Where the state after `step` optimizer steps lies in a run's folder."""
+    return Path(folder) / f"checkpoint-{step:08d}.pt"
+
+
+def list_newest_first(folder: str | Path) -> list[Path]:
+    """The checkpoints in a run's folder, readable or not, newest first."""
+    folder = Path(folder)
+    found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
+    return sorted(found, reverse=True)
+
+
+def load_newest(folder: str | Path) -> tuple[Path | None, dict | None, list[str]]:
+    """The newest readable checkpoint: (its path, its state, what was skipped and why); (None, None, ...) without one."""
+    skipped = []
+    for path in list_newest_first(folder):
+        try:
+            return path, load(path), skipped
+        except ValueError as error:
+            skipped.append(f"{path.name} ({error})")
+    return None, None, skipped
+
+
+def keep_newest(written: Path, keep: int = 2) -> None:
+    """Delete what is older than `written` but for `keep - 1` of them.
+
+    Newer ones stay: they can only be unreadable files that a resumed run has skipped and will write again.
+    """
+    older = [path for path in list_newest_first(written.parent) if path.name < written.name]
+    for path in older[keep - 1 :]:
+        path.unlink()
+
+
+def random_state() -> dict:
+    """The state of Python's, NumPy's and torch's generators in this process, as plain data and tensors."""
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_random_state(state: dict) -> None:
+    """Put the generators of this process back to what `random_state` returned."""
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, progress: dict) -> dict:
+    """Everything a run needs to go on as if nothing had happened. Collective: every rank calls it.
+
+    model: the bare module, not its DDP wrapper, so that one process can load it too.
+    progress: plain data of the script's own (epoch, step, position of the sampler, metrics so far).
+    """
+    return {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "scheduler": scheduler.state_dict(),
+        "random": gather_objects(random_state()),  # dropout draws on every rank, so every rank's generators are kept
+        "progress": progress,
+    }
+
+
+def restore(state: dict, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, worker: Worker) -> dict:
+    """Put a `training_state` back, also at another world size, and return its progress.
+
+    A rank that the saved run did not have keeps its own generators. Raises ValueError when `state` is of another model.
+    """
+    try:
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
+    scheduler.load_state_dict(state["scheduler"])
+    if worker.rank < len(state["random"]):
+        set_random_state(state["random"][worker.rank])
+    return state["progress"]

@@ -1,0 +1,184 @@
+"""The data sets of the workshop, and how they are dealt to the ranks.
+
+Every image data set comes as three TensorDatasets of (float32 image in [-1, 1], int64 label), split by a fixed seed.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
+
+IMAGE_DATASETS = ("digits", "mnist", "fashion_mnist", "synthetic")
+SPLIT_SEED = 0
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Train, validation and test set, and the names of the classes."""
+
+    train: TensorDataset
+    val: TensorDataset
+    test: TensorDataset
+    classes: tuple[str, ...]
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(channels, height, width) of one image."""
+        return tuple(self.train.tensors[0].shape[1:])
+
+
+def normalize(images: torch.Tensor, largest: float) -> torch.Tensor:
+    """Images (N, H, W) with values 0..largest -> float32 (N, 1, H, W) in [-1, 1]: mean 0.5 and deviation 0.5."""
+    return ((images.to(torch.float32) / largest - 0.5) / 0.5).unsqueeze(1)
+
+
+def digits() -> Splits:
+    """scikit-learn's handwritten digits: 1,797 real images of 8x8, 16 grey levels, inside the package (no download).
+
+    Split into 1,280 / 256 / 261 by a fixed permutation. Source: E. Alpaydin and C. Kaynak (1998), UCI "Optical
+    Recognition of Handwritten Digits".
+    """
+    from sklearn.datasets import load_digits
+
+    raw = load_digits()
+    images = normalize(torch.from_numpy(raw.images), largest=16)
+    labels = torch.from_numpy(raw.target).long()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    parts = order.split([1280, 256, 261])
+    return Splits(*(TensorDataset(images[part], labels[part]) for part in parts), tuple("0123456789"))
+
+
+def torchvision_images(name: str, data_dir: str | Path) -> Splits:
+    """MNIST or Fashion-MNIST from `data_dir`, downloaded into it when missing.
+
+    The last twelfth of a fixed permutation of the training file is the validation set (5,000 of 60,000); the test file
+    is the test set. Only one process a node may call this while the files are missing (`distributed.local_first`).
+    Raises ValueError, saying what to do, where the files are neither there nor to be had, or are damaged.
+    """
+    from torchvision.datasets import MNIST, FashionMNIST
+
+    cls = {"mnist": MNIST, "fashion_mnist": FashionMNIST}[name]
+    try:
+        train_file = cls(data_dir, train=True, download=True)
+        test_file = cls(data_dir, train=False, download=True)
+    except (OSError, RuntimeError, ValueError, AssertionError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(
+            f"cannot get {name} ({reason}). Without a network, copy its four files "
+            f"(train-images-idx3-ubyte and so on) to {Path(data_dir).absolute() / cls.__name__ / 'raw'}, "
+            "or use --dataset digits, which needs no download"
+        ) from error
+    images, labels = normalize(train_file.data, largest=255), train_file.targets.long()
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
+    val, train = order.split([len(order) // 12, len(order) - len(order) // 12])
+    test = TensorDataset(normalize(test_file.data, largest=255), test_file.targets.long())
+    return Splits(
+        TensorDataset(images[train], labels[train]), TensorDataset(images[val], labels[val]), test,
+        tuple(str(c) for c in train_file.classes),
+    )  # fmt: skip
+
+
+def synthetic(size: int = 10_000, image_shape: tuple[int, int, int] = (1, 28, 28), num_classes: int = 10) -> Splits:
+    """Random pixels with random labels, made in memory: nothing to learn, good for measuring speed.
+
+    `size` training samples, and a tenth of that for validation and for test.
+    """
+    generator = torch.Generator().manual_seed(42)
+
+    def part(n: int) -> TensorDataset:
+        labels = torch.randint(0, num_classes, (n,), generator=generator)
+        return TensorDataset(torch.randn(n, *image_shape, generator=generator), labels)
+
+    return Splits(part(size), part(size // 10), part(size // 10), tuple(str(c) for c in range(num_classes)))
+
+
+def load(name: str, data_dir: str | Path = "data") -> Splits:
+    """The image data set called `name`. Raises ValueError for a name that is not in IMAGE_DATASETS."""
+    if name == "digits":
+        return digits()
+    if name in ("mnist", "fashion_mnist"):
+        return torchvision_images(name, data_dir)
+    if name == "synthetic":
+        return synthetic()
+    raise ValueError(f"unknown data set {name!r}; use one of {', '.join(IMAGE_DATASETS)}")
+
+
+class UnpaddedDistributedSampler(DistributedSampler):
+    """torch's DistributedSampler without its padding: every sample goes to exactly one rank.
+
+    Rank r of W gets elements r, r + W, r + 2W ... of the epoch's permutation, so the k-th global batch is the same set
+    of samples for every W that divides the batch size. DistributedSampler repeats samples until all ranks have equally
+    many; here the ranks differ by at most one (see `even_batches`).
+
+    `set_position(samples)` starts the next iteration after that many samples of the whole epoch, over all ranks: how a
+    run resumes in the middle of an epoch, also at another world size. It holds for one iteration.
+    """
+
+    def __init__(
+        self, dataset: Dataset, num_replicas: int, rank: int, shuffle: bool = True, seed: int = 0
+    ) -> None:
+        super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed)
+        if len(dataset) < num_replicas:
+            raise ValueError(f"{len(dataset)} samples cannot be dealt to {num_replicas} ranks; use fewer ranks")
+        self.position = 0
+
+    def set_position(self, samples: int) -> None:
+        self.position = samples
+
+    def __iter__(self) -> Iterator[int]:
+        if self.shuffle:
+            generator = torch.Generator().manual_seed(self.seed + self.epoch)
+            order = torch.randperm(len(self.dataset), generator=generator).tolist()
+        else:
+            order = list(range(len(self.dataset)))
+        remaining, self.position = order[self.position :], 0
+        return iter(remaining[self.rank :: self.num_replicas])
+
+    def __len__(self) -> int:
+        return math.ceil((len(self.dataset) - self.position - self.rank) / self.num_replicas)
+
+
+def local_batch_size(global_batch_size: int, world_size: int) -> int:
+    """What each of `world_size` ranks takes of a global batch. Raises ValueError when it does not divide."""
+    if global_batch_size % world_size:
+        below = global_batch_size // world_size * world_size
+        sizes = [str(size) for size in (below, below + world_size) if size > 0]
+        raise ValueError(
+            f"global batch {global_batch_size} is not divisible by {world_size} ranks; use {' or '.join(sizes)}"
+        )
+    return global_batch_size // world_size
+
+
+def global_batch_counts(num_samples: int, global_batch_size: int) -> list[int]:
+    """How many samples each step of an epoch takes over all ranks; the last one may be smaller."""
+    full, tail = divmod(num_samples, global_batch_size)
+    return [global_batch_size] * full + [tail] * (tail > 0)
+
+
+def check_batch_norm(model_name: str, num_samples: int, global_batch_size: int, world_size: int) -> None:
+    """Raises ValueError when a rank would get fewer than two samples of some batch, where BatchNorm has no variance."""
+    fewest = min(global_batch_counts(num_samples, global_batch_size)) // world_size
+    if "batchnorm" in model_name and fewest < 2:
+        raise ValueError(
+            f"--model {model_name} needs two samples a rank in every batch, and a batch of {num_samples} samples in "
+            f"{global_batch_size}s over {world_size} ranks leaves {fewest}; use another --batch-size or --model resnet18"
+        )
+
+
+def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
+    """The batches of `loader`, then empty ones until there are `num_batches`.
+
+    Where the last global batch is smaller than the world size, some ranks have no sample left. They must still take
+    part in its all-reduce, or the others wait for ever: they do so with tensors of length 0, whose gradient is 0.
+    A batch is a list of tensors with the samples along dimension 0.
+    """
+    count = 0
+    for count, batch in enumerate(loader, start=1):
+        yield batch
+    if count < num_batches:
+        sample = default_collate([loader.dataset[0]])
+        for _ in range(num_batches - count):
+            yield [tensor[:0] for tensor in sample]

@@ -1,0 +1,144 @@
+"""Process groups without repetition: joining one, seeding, global sums, and errors that every rank sees."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+
+class UsageError(ValueError):
+    """The user's mistake, known to every rank: `cli.run` prints it once and ends with exit code 2."""
+
+
+@dataclass(frozen=True)
+class Worker:
+    """Who this process is: its rank among `world_size`, its number on this node, and the device it computes on."""
+
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+
+    def log(self, message: str) -> None:
+        """Print one line that says which rank it is from."""
+        print(f"[rank {self.rank}/{self.world_size}] {message}", flush=True)
+
+
+def rank_from_environment() -> int:
+    """The RANK that torchrun has set for this process; 0 under plain `python`."""
+    return int(os.environ.get("RANK", 0))
+
+
+def join(timeout_s: float = 600) -> Worker:
+    """Join the process group that torchrun describes in the environment: nccl on GPUs, gloo on CPUs.
+
+    Under plain `python` there is no group and the worker is rank 0 of 1. A collective that a rank does not reach
+    within `timeout_s` seconds raises on the others. Raises UsageError where a node has more processes than GPUs.
+    """
+    if "RANK" not in os.environ:
+        return Worker(device=torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+    local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        if local_world_size > torch.cuda.device_count():
+            raise UsageError(
+                f"{local_world_size} processes on a node with {torch.cuda.device_count()} GPU(s): "
+                "start one process a GPU, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+            )
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=timedelta(seconds=timeout_s),
+        # Binding the device makes NCCL connect now, so that a wrong network shows here and not in the first step.
+        device_id=device if device.type == "cuda" else None,
+    )
+    return Worker(dist.get_rank(), local_rank, dist.get_world_size(), device)
+
+
+def leave() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """Seed Python's, NumPy's and torch's generators (CPU and every GPU)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def global_sum(values: torch.Tensor) -> torch.Tensor:
+    """The element-wise sum of `values` over all ranks, the same on every rank. `values` itself is not changed."""
+    total = values.detach().clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def gather_objects(value: object) -> list:
+    """One Python object from every rank, in the order of ranks, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def from_rank_zero(value: object) -> object:
+    """Rank 0's `value`, on every rank; what the others pass is ignored."""
+    if not dist.is_initialized():
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
+@contextmanager
+def fail_together() -> Iterator[None]:
+    """A ValueError or OSError that any rank meets in the block is raised on every rank, as a UsageError.
+
+    Without it one rank would leave while the others wait for it in the next collective. The block itself must not
+    hold a collective, `local_first` apart.
+    """
+    problem = None
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems = gather_objects(problem)
+    for rank, message in enumerate(problems):
+        if message is not None:
+            raise UsageError(message if message == problems[0] else f"rank {rank}: {message}")
+
+
+@contextmanager
+def local_first(worker: Worker) -> Iterator[None]:
+    """The first process of each node runs the block before the others do: it downloads, they find the files."""
+    if dist.is_initialized() and worker.local_rank != 0:
+        dist.barrier()
+    try:
+        yield
+    finally:
+        if dist.is_initialized() and worker.local_rank == 0:
+            dist.barrier()
+
+
+def settle_buckets(ddp_model: torch.nn.Module, empty_batch: torch.Tensor) -> None:
+    """Run one backward pass over no samples, so that DDP regroups its gradient buckets now. Collective.
+
+    DDP regroups them once, after its first backward pass, into the order in which gradients became ready, and the new
+    order changes how sums are rounded on more than two ranks. Settled beforehand, a resumed run adds in the same order
+    as one that never stopped. Weights, statistics (eval mode) and random generators stay as they are.
+    """
+    ddp_model.eval()
+    ddp_model(empty_batch).sum().backward()
+    ddp_model.zero_grad()
+    ddp_model.train()

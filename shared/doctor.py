@@ -1,0 +1,97 @@
+"""Is this machine ready for the workshop? `python -m shared.doctor` says [OK] or [FAIL] with the fix."""
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+import torch
+from packaging.requirements import Requirement
+
+REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
+FIX_PACKAGES = f"{Path(sys.executable).name} -m pip install -r requirements.txt"
+
+
+def wrong_packages(requirements: Path) -> list[str]:
+    """The pins of a requirements file that this environment does not meet, in words."""
+    wrong = []
+    for line in requirements.read_text().splitlines():
+        line = line.partition("#")[0].strip()
+        if not line or line.startswith("-"):
+            continue
+        pin = Requirement(line)
+        try:
+            installed = metadata.version(pin.name)
+        except metadata.PackageNotFoundError:
+            wrong.append(f"{pin.name} is missing")
+            continue
+        # A local label such as +cu130 says how a release was built, not which one it is.
+        if not pin.specifier.contains(installed.partition("+")[0], prereleases=True):
+            wrong.append(f"{pin.name} is {installed}, not {pin.specifier}")
+    return wrong
+
+
+def findings() -> Iterator[tuple[bool, str]]:
+    """(is it well, what was found and, where it is not well, how to mend it), one check after the other."""
+    version = ".".join(map(str, sys.version_info[:3]))
+    if sys.version_info >= (3, 11):
+        yield True, f"Python {version}"
+    else:
+        yield False, f"Python {version} is too old: install 3.11 or newer, then `make lab`"
+
+    if not REQUIREMENTS.exists():
+        yield False, "`shared` is not installed from the workshop's folder: run `pip install -e .` there"
+    elif wrong := wrong_packages(REQUIREMENTS):
+        yield False, f"packages: {'; '.join(wrong)}. Run `{FIX_PACKAGES}` in the workshop's folder"
+    else:
+        yield True, f"packages as pinned (torch {torch.__version__})"
+
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if cpus >= 2:
+        yield True, f"{cpus} CPUs"
+    else:
+        yield False, "1 CPU: everything runs, and two processes will be slower than one. Use a machine with two or more"
+
+    memory = psutil.virtual_memory()
+    amount = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory free"
+    if memory.available >= 3 * 2**30:
+        yield True, amount
+    else:
+        yield False, f"{amount}: lessons need 3 GiB. Close other programs, or shut down other notebooks' kernels"
+
+    free = shutil.disk_usage(REQUIREMENTS.parent).free / 2**30
+    if free >= 2:
+        yield True, f"{free:.0f} GiB disk free"
+    else:
+        yield False, f"{free:.1f} GiB disk free: checkpoints need 2 GiB. Delete old `runs/` folders"
+
+    if not torch.cuda.is_available():
+        yield True, "no GPU: the lessons use the CPU, and the same code uses GPUs where there are any"
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        with torch.cuda.device(index):
+            bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16 (use fp32)"
+        yield True, f"GPU {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}"
+
+
+def check() -> bool:
+    """Print every finding; return whether all is well.
+
+    Also puts this environment's programs first on PATH, so that `torchrun` in a notebook's %%bash cell is the one that
+    belongs to the notebook's kernel.
+    """
+    programs = str(Path(sys.executable).parent)
+    if os.environ["PATH"].split(os.pathsep)[0] != programs:
+        os.environ["PATH"] = programs + os.pathsep + os.environ["PATH"]
+    ready = True
+    for well, text in findings():
+        ready = ready and well
+        print(f"[{'OK' if well else 'FAIL'}] {text}")
+    return ready
+
+
+if __name__ == "__main__":
+    sys.exit(0 if check() else 1)
