@@ -106,3 +106,15 @@ def exercise_1_3(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
             checkpoint_bytes(model), file.tell(), f"the size for an MLP in {dtype}", tolerance=0.01,
             hint="Adam keeps two more tensors of each parameter's size; element_size() gives the bytes of one number.",
         )  # fmt: skip
+
+
+# --- Lesson 1.2: ranks and collectives ------------------------------------------------------------------------------
+
+
+# --- Lesson 1.3: DistributedDataParallel ----------------------------------------------------------------------------
+
+
+# --- Lesson 1.4: torchrun -------------------------------------------------------------------------------------------
+
+
+# --- Lesson 1.5: two nodes ------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import matplotlib.pyplot as plt
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 COLORS = ("#3465a4", "#d9730d", "#2e7d5b", "#8e4b9e", "#b3312c", "#6b6b6b")
 
@@ -26,6 +27,7 @@ def curves(series: Mapping[str, Sequence[float]], title: str, xlabel: str, ylabe
     for number, (label, values) in enumerate(series.items()):
         style = "-" if number == 0 else (0, (2 + 2 * number, 2))
         axes.plot(range(1, len(values) + 1), values, linestyle=style, linewidth=2.4 - 0.3 * number, label=label)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if log:
         axes.set_yscale("log")
     if len(series) > 1:
@@ -33,10 +35,12 @@ def curves(series: Mapping[str, Sequence[float]], title: str, xlabel: str, ylabe
     return axes
 
 
-def bars(values: Mapping[str, float], title: str, xlabel: str, fmt: str = "{:.2f}") -> Axes:
+def bars(values: Mapping[str, float], title: str, fmt: str = "{:.2f}") -> Axes:
     """One horizontal bar per entry of `values`, with its number beside it."""
-    axes = new_axes(title, xlabel, size=(7, 0.6 + 0.42 * len(values)))
+    axes = new_axes(title, size=(7, 0.5 + 0.42 * len(values)))
     axes.grid(visible=False)
+    axes.spines["bottom"].set_visible(False)
+    axes.set_xticks([])
     drawn = axes.barh(list(values), list(values.values()), color=COLORS[0], height=0.62)
     axes.bar_label(drawn, labels=[fmt.format(value) for value in values.values()], padding=4)
     axes.invert_yaxis()
