@@ -7,7 +7,13 @@ import copy
 import functools
 import io
 import math
+import os
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +60,30 @@ def expect_close(seen: float, expected: float, what: str, tolerance: float = 1e-
         raise Wrong(f"{what} should be a number, and is {seen!r}") from None
     if not math.isclose(seen, expected, rel_tol=tolerance, abs_tol=tolerance):
         raise Wrong(f"{what} is {seen:.6g}, expected {expected:.6g}. {hint}".strip())
+
+
+def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 60) -> str:
+    """Run a script with `nproc` ranks under torchrun and return what it printed.
+
+    Raises NotImplementedError where the script did, and Wrong with the end of its errors, or for a hang of `timeout`
+    seconds.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), str(path)]
+    with subprocess.Popen(
+        [*command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:  # fmt: skip
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise Wrong(f"it hangs: no end after {timeout:.0f} s. Does every rank reach every collective?") from None
+    if "NotImplementedError" in errors:
+        raise NotImplementedError
+    if process.returncode != 0:
+        lines = [line for line in errors.splitlines() if re.search(r"\w*(Error|Exception)\b.*: ", line)]
+        raise Wrong(f"the script failed: {lines[0].strip() if lines else errors.strip()[-300:]}")
+    return output
 
 
 # --- Lesson 1.1: one process ---------------------------------------------------------------------------------------
