@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,10 +26,10 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are UsageErrors, and whose help is printed by rank 0 alone."""
 
-    def error(self, message: str):
+    def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists the options)")
 
-    def print_help(self, file=None) -> None:
+    def print_help(self, file: TextIO | None = None) -> None:
         if rank_from_environment() == 0:
             super().print_help(file)
 
@@ -49,6 +50,14 @@ def positive_float(text: str) -> float:
     return value
 
 
+def seed(text: str) -> int:
+    """An option's value as a seed that every generator takes, also with an epoch or a rank added: 0 to 2**62."""
+    value = int(text)
+    if not 0 <= value <= 2**62:
+        raise argparse.ArgumentTypeError(f"{value} is not between 0 and 2**62")
+    return value
+
+
 def training_parser(description: str) -> Parser:
     """The options that all training scripts share; a script adds its own."""
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -58,7 +67,7 @@ def training_parser(description: str) -> Parser:
     add("--batch-size", type=positive_int, default=64,
         help="GLOBAL batch: samples an optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
     add("--lr", type=positive_float, default=1e-3, help="Adam's learning rate, halved every 15 epochs (default: %(default)s)")
-    add("--seed", type=int, default=0, help="seed of weights, sample order and dropout (default: %(default)s)")
+    add("--seed", type=seed, default=0, help="seed of weights, sample order and dropout (default: %(default)s)")
     add("--model", choices=IMAGE_MODELS, default="resnet18", help="default: %(default)s, with GroupNorm")
     add("--dataset", choices=IMAGE_DATASETS, default="digits", help="default: %(default)s, which needs no download")
     add("--data-dir", default="data", help="where data sets are downloaded to (default: ./%(default)s)")
@@ -94,11 +103,6 @@ def run_folder(args: argparse.Namespace) -> Path:
     return Path(args.storage_path).absolute() / name
 
 
-def restarted() -> bool:
-    """Whether torchrun has started this process again after a failure."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
 def claim_run(args: argparse.Namespace, folder: Path, worker: Worker) -> dict | None:
     """Make the run's folder; return the state to go on from, or None to start from nothing. For rank 0 alone.
 
@@ -110,12 +114,12 @@ def claim_run(args: argparse.Namespace, folder: Path, worker: Worker) -> dict | 
     if args.resume and args.run_name is None:
         raise ValueError("--resume needs the --run-name of the run to go on with")
     existing = checkpoint.list_newest_first(folder)
-    if existing and not (args.resume or restarted()):
+    if existing and not (args.resume or worker.restarted):
         raise ValueError(f"run {folder.name!r} exists in {folder.parent}: add --resume to go on, or choose another --run-name")
     path, state, skipped = checkpoint.load_newest(folder)
     for what in skipped:
         worker.log(f"skipped {what}")
-    if state is None and args.resume and not restarted():
+    if state is None and args.resume and not worker.restarted:
         raise ValueError(f"nothing to resume: no readable checkpoint in {folder}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,7 +134,7 @@ def claim_run(args: argparse.Namespace, folder: Path, worker: Worker) -> dict | 
         except OSError as error:
             raise ValueError(f"cannot write to --metrics-out: {error.strerror}: {args.metrics_out}") from error
     if state is not None:
-        check_same_run(args, path, state["progress"]["options"], worker)
+        check_same_run(args, path, state.get("progress", {}).get("options", {}), worker)
         worker.log(f"resuming from {path}")
     return state
 
@@ -141,12 +145,14 @@ def options_of(args: argparse.Namespace) -> dict:
 
 
 def check_same_run(args: argparse.Namespace, path: Path, saved: dict, worker: Worker) -> None:
-    """Raises ValueError when a checkpoint is of another model or data set; says what else is not as it was."""
+    """Raises ValueError when a checkpoint is of another model, data set or program; says what else is not as it was."""
     now = options_of(args)
     for name in ("model", "dataset"):
+        if name not in saved:
+            raise ValueError(f"{path} was not written by a training script")
         if saved[name] != now[name]:
             raise ValueError(f"{path} is of --{name} {saved[name]}, and this run asks for --{name} {now[name]}")
-    changed = [f"{name} {saved[name]} -> {now[name]}" for name in now if saved[name] != now[name]]
+    changed = [f"{name} {saved.get(name)} -> {now[name]}" for name in now if saved.get(name) != now[name]]
     if changed:
         worker.log(f"note: not the options it was started with ({', '.join(changed)}); the optimizer keeps its learning rate")
 

@@ -2,10 +2,13 @@
 
 import os
 import random
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,10 +27,13 @@ class Worker:
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")
+    restarted: bool = False
+    """Whether torchrun has started this rank again after a failure; to be relied on at rank 0 only."""
 
     def log(self, message: str) -> None:
         """Print one line that says which rank it is from."""
-        print(f"[rank {self.rank}/{self.world_size}] {message}", flush=True)
+        # The line's end is part of the string: one write, so that two ranks' lines cannot run into each other.
+        print(f"[rank {self.rank}/{self.world_size}] {message}\n", end="", flush=True)
 
 
 def rank_from_environment() -> int:
@@ -53,13 +59,56 @@ def join(timeout_s: float = 600) -> Worker:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
+    prefix = name_of_attempt(store, rank, world_size, timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore(prefix, store),
+        rank=rank,
+        world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
         # Binding the device makes NCCL connect now, so that a wrong network shows here and not in the first step.
         device_id=device if device.type == "cuda" else None,
     )
-    return Worker(dist.get_rank(), local_rank, dist.get_world_size(), device)
+    # The store outlives a restart, and so counts the attempts that came this far on any node.
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
+    if rank == 0:
+        restarted = store.add("workshop/attempts", 1) > 1 or restarted
+    return Worker(rank, local_rank, world_size, device, restarted)
+
+
+def name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """A word that all ranks of this start share, and no earlier start has used: rank 0 makes it up.
+
+    torchrun keeps one store over all its restarts, and in it the addresses of processes that are dead: a rank that
+    reads an old one waits for ever (pytorch/pytorch issue 135712). TORCHELASTIC_RESTART_COUNT does not tell the starts
+    apart, because each node counts its own. So every rank calls with a random word, rank 0 answers the call with the
+    name, and repeats that until the rank has confirmed this very name. Raises TimeoutError when a rank does not come.
+    """
+    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    def until(reached: Callable[[], bool], missing: int) -> None:
+        while not reached():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {missing} has not come within {timeout_s:.0f} s")
+            time.sleep(0.01)
+
+    def confirmed(other: int) -> bool:
+        store.set(f"workshop/name/{other}", f"{mine} for {read(f'workshop/call/{other}')}")
+        return read(f"workshop/confirmed/{other}") == mine
+
+    if rank == 0:
+        for other in range(1, world_size):
+            until(partial(confirmed, other), missing=other)
+        return mine
+    store.set(f"workshop/call/{rank}", mine)
+    until(lambda: read(f"workshop/name/{rank}").endswith(mine), missing=0)
+    name = read(f"workshop/name/{rank}").split()[0]
+    store.set(f"workshop/confirmed/{rank}", name)
+    return name
 
 
 def leave() -> None:
