@@ -8,6 +8,7 @@ BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONWARNINGS ?= ignore::FutureWarning
 LAB_ARGS ?=
+PIP_ARGS ?=
 PYTEST_ARGS ?=
 
 .PHONY: lab test bench lint hooks wheelhouse
@@ -16,11 +17,11 @@ PYTEST_ARGS ?=
 # The stamp is older than requirements.txt when the environment is stale.
 .venv/installed: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements-dev.txt
 	touch $@
 
 lab: .venv/installed
