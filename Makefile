@@ -41,4 +41,4 @@ hooks: .venv/installed-dev
 	$(BIN)/pre-commit install
 
 wheelhouse: .venv/installed
-	$(BIN)/python -m pip wheel --quiet --wheel-dir wheelhouse -r requirements.txt
+	$(BIN)/python -m pip wheel --quiet --wheel-dir wheelhouse setuptools -r requirements.txt

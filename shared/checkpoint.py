@@ -5,11 +5,14 @@ import pickle
 import random
 import re
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from shared.distributed import Worker, gather_objects
 
@@ -42,10 +45,12 @@ def load(path: str | Path) -> dict:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
+            # An attribute bit makes an entry a folder for torch, which then returns whatever lies in memory.
+            damaged = damaged or next((entry.filename for entry in archive.infolist() if entry.external_attr), None)
         if damaged:
-            raise ValueError(f"damaged: the check sum of {damaged} is wrong")
+            raise ValueError(f"damaged: {damaged} in it is not as it was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except (zipfile.BadZipFile, EOFError) as error:
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError("truncated or no checkpoint at all") from error
     except (RuntimeError, pickle.UnpicklingError, OSError) as error:
         raise ValueError(str(error).splitlines()[0]) from error
@@ -109,7 +114,7 @@ def set_random_state(state: dict) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, progress: dict) -> dict:
+def training_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, progress: dict) -> dict:
     """Everything a run needs to go on as if nothing had happened. Collective: every rank calls it.
 
     model: the bare module, not its DDP wrapper, so that one process can load it too.
@@ -124,7 +129,7 @@ def training_state(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler
     }
 
 
-def restore(state: dict, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler, worker: Worker) -> dict:
+def restore(state: dict, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, worker: Worker) -> dict:
     """Put a `training_state` back, also at another world size, and return its progress.
 
     A rank that the saved run did not have keeps its own generators. Raises ValueError when `state` is of another model.

@@ -3,18 +3,21 @@
 In a lesson a check prints what is still wrong; with `strict=True`, as in the solutions, it raises AssertionError.
 """
 
+import contextlib
 import copy
 import functools
 import io
+import json
 import math
 import os
 import re
-import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import torch
 import torch.nn.functional as F
 
@@ -63,21 +66,30 @@ def expect_close(seen: float, expected: float, what: str, tolerance: float = 1e-
 
 
 def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 60) -> str:
-    """Run a script with `nproc` ranks under torchrun and return what it printed.
+    """Run a script with `nproc` ranks under torchrun and return what it printed, rank after rank.
 
     Raises NotImplementedError where the script did, and Wrong with the end of its errors, or for a hang of `timeout`
     seconds.
     """
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), str(path)]
-    with subprocess.Popen(
-        [*command, *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:  # fmt: skip
+    with tempfile.TemporaryDirectory() as logs:
+        # Each rank prints into a file of its own: in a common one their lines would run into each other.
+        options = ["--standalone", "--nproc-per-node", str(nproc), "--redirects", "1", "--log-dir", logs]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, str(path), *args],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
         try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            errors = process.communicate(timeout=timeout)[1]
+        except BaseException as error:  # Ctrl-C too must leave nothing running
+            # torchrun gives each rank a session of its own, so we look for its children rather than kill its group.
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             raise Wrong(f"it hangs: no end after {timeout:.0f} s. Does every rank reach every collective?") from None
+        output = "".join(log.read_text() for log in sorted(Path(logs).glob("*/attempt_0/*/stdout.log")))
     if "NotImplementedError" in errors:
         raise NotImplementedError
     if process.returncode != 0:
@@ -141,10 +153,224 @@ def exercise_1_3(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
 # --- Lesson 1.2: ranks and collectives ------------------------------------------------------------------------------
 
 
+@exercise("1.4", "2(N-1)/N times the gradients: less than twice, however many ranks.")
+def exercise_1_4(bytes_sent: Callable[[torch.nn.Module, int], float]) -> None:
+    """bytes_sent(model, world_size) -> bytes each rank sends in a ring all-reduce of the model's gradients."""
+    frozen = models.MLP(input_dim=64, hidden_dim=32)
+    frozen.layers[1].requires_grad_(False)
+    for model, what in (
+        (models.MLP(input_dim=64, hidden_dim=32), "an MLP"),
+        (models.MLP(input_dim=64, hidden_dim=32).double(), "an MLP in float64"),
+        (frozen, "an MLP whose first layer is frozen"),
+    ):
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        for num_ranks, times in ((2, 1.0), (4, 1.5), (8, 1.75), (1, 0.0)):
+            hint = f"The gradients have {gradients:,} bytes, and a ring of {num_ranks} sends {times:g} times as many."
+            expect_close(
+                bytes_sent(model, num_ranks), times * gradients, f"for {what} on {num_ranks} rank(s) the number",
+                tolerance=1e-3, hint=hint,
+            )  # fmt: skip
+
+
+@exercise("1.5", "dealt like cards: no rank has to ask another one which samples are its own.")
+def exercise_1_5(samples_of: Callable[[list[int], int, int, int, int], list[int]]) -> None:
+    """samples_of(order, rank, world_size, batch_size, k) -> the samples of this rank's k-th batch, k from 0."""
+    order = torch.randperm(26, generator=torch.Generator().manual_seed(0)).tolist()
+    for rank, world_size, k in ((0, 1, 0), (0, 2, 0), (1, 2, 0), (1, 2, 2), (3, 4, 1), (1, 2, 3), (3, 4, 3)):
+        local = 8 // world_size
+        expected = order[rank::world_size][k * local : (k + 1) * local]
+        block = order[8 * k + local * rank :][:local]
+        answer = samples_of(list(order), rank, world_size, 8, k)
+        try:
+            seen = [int(sample) for sample in answer]
+        except (TypeError, ValueError):
+            raise Wrong(f"return a list of samples; yours is {answer!r}") from None
+        if seen != expected:
+            hint = "Is it the right step? The first one is k = 0."
+            if seen == block:
+                hint = "Yours is cut from the batch in one piece: deal the samples in turn, every world_size-th."
+            elif seen and len(seen) != len(expected):
+                hint = f"A rank's part of a full batch of 8 is {local} samples; the last batch may hold fewer."
+            raise Wrong(
+                f"rank {rank} of {world_size} trains in step {k}, of order {order} in batches of 8, on {expected}; "
+                f"you say {seen}. {hint}"
+            )
+
+
+# Runs under torchrun: calls the learner's function with this rank's counts, case by case.
+CALL_GLOBAL_ACCURACY = """
+import datetime, json, runpy, sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+path, folder, cases = sys.argv[1:]
+global_accuracy = runpy.run_path(path)["global_accuracy"]
+answers = [global_accuracy(*counts[dist.get_rank()]) for counts in json.loads(cases)]
+with open(f"{folder}/{dist.get_rank()}.json", "w") as file:
+    json.dump([a.item() if hasattr(a, "item") else a for a in answers], file, default=repr)
+dist.destroy_process_group()
+"""
+
+
+@exercise("1.6", "counts are added over the ranks, and divided once.")
+def exercise_1_6(script: str | Path) -> None:
+    """A file with global_accuracy(hits, samples) -> the accuracy over the samples of all ranks, on every rank."""
+    if "raise NotImplementedError" in Path(script).read_text():
+        raise NotImplementedError
+    cases = [[[45, 50], [2, 10]], [[1, 4], [36, 36]]]
+    with tempfile.TemporaryDirectory() as folder:
+        caller = Path(folder) / "call.py"
+        caller.write_text(CALL_GLOBAL_ACCURACY)
+        run_script(caller, 2, str(script), folder, json.dumps(cases))
+        answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
+        counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
+        mean = (hits0 / samples0 + hits1 / samples1) / 2
+        for rank in range(2):
+            seen = answers[rank][case]
+            hint = f"Right are {hits0 + hits1} of {samples0 + samples1}."
+            if answers[0][case] != answers[1][case]:
+                hint = "The ranks have different answers: all_reduce gives the sum to every rank."
+            elif isinstance(seen, float) and math.isclose(seen, mean, rel_tol=1e-5):
+                hint = "That is the mean of the ranks' accuracies, as if both had equally many samples: add the counts."
+            expect_close(seen, (hits0 + hits1) / (samples0 + samples1), f"{counts}, the accuracy on rank {rank}", hint=hint)
+
+
 # --- Lesson 1.3: DistributedDataParallel ----------------------------------------------------------------------------
 
 
+@exercise("1.7", "the ranks' average is the mean over the global batch, an empty rank included.")
+def exercise_1_7(local_loss: Callable[[torch.Tensor, int, int], torch.Tensor]) -> None:
+    """local_loss(this rank's losses, global count, world size) -> what the rank calls backward() on."""
+    for num_samples, world_size in ((8, 2), (7, 2), (7, 4), (1, 2)):
+        losses = torch.arange(1, num_samples + 1, dtype=torch.float64).square().requires_grad_()
+        shards = [losses[rank::world_size] for rank in range(world_size)]
+        dealt = " + ".join(str(len(shard)) for shard in shards)
+        where = f"with {num_samples} samples dealt {dealt}, the ranks' average"
+        shares = [local_loss(shard, num_samples, world_size) for shard in shards]
+        if not all(isinstance(share, torch.Tensor) and share.dim() == 0 and share.requires_grad for share in shares):
+            raise Wrong(f"return one number a rank, as a tensor that backward() can be called on, not {shares[0]!r}")
+        average, mean = sum(shares).item() / world_size, losses.mean().item()
+        if math.isnan(average):
+            raise Wrong(f"{where} is not a number: the mean of no samples is 0 / 0. Use a sum")
+        hint = "Divide the sum of this rank's losses by the global count."
+        if math.isclose(average * world_size, mean):
+            hint = "DDP divides by the world size: multiply by it."
+        expect_close(average, mean, where, hint=hint)
+        (gradient,) = torch.autograd.grad(sum(shares) / world_size, losses)
+        if not torch.allclose(gradient, torch.full_like(gradient, 1 / num_samples)):
+            raise Wrong(f"{where} is right, its gradient is not: compute with `losses` itself, not with a copy")
+
+
+@exercise("1.8", "one order for all ranks, a new one each epoch, and every sample has one owner.")
+def exercise_1_8(my_samples: Callable[[int, int, int, int, int], list[int]]) -> None:
+    """my_samples(num_samples, world_size, rank, seed, epoch) -> the samples of this rank in this epoch."""
+
+    def ask(num_samples: int, world_size: int, rank: int, seed: int, epoch: int) -> list[int]:
+        answer = my_samples(num_samples, world_size, rank, seed, epoch)
+        try:
+            return [int(index) for index in answer]
+        except TypeError:
+            raise Wrong(f"return a list of sample numbers, not {answer!r}") from None
+
+    if ask(40, 2, 0, 7, 1) != ask(40, 2, 0, 7, 1):
+        raise Wrong("asked twice for the same epoch, it gives two orders: give torch.randperm a generator with a seed")
+    for num_samples, world_size in ((40, 2), (40, 4), (11, 4)):
+        for epoch in (0, 1):
+            shards = [ask(num_samples, world_size, rank, 7, epoch) for rank in range(world_size)]
+            dealt = [index for shard in shards for index in shard]
+            missing, extra = num_samples - len(set(dealt)), len(dealt) - len(set(dealt))
+            if sorted(dealt) == list(range(num_samples)):
+                continue
+            seen = f"with {num_samples} samples and {world_size} ranks"
+            if missing == 0:
+                raise Wrong(f"{seen} {extra} sample(s) go to two ranks: no padding, ranks may differ by one sample")
+            if extra == 0:
+                raise Wrong(f"{seen} {missing} sample(s) go to no rank: start at `rank`, take every `world_size`-th")
+            raise Wrong(
+                f"{seen} {missing} sample(s) go to no rank and {extra} are dealt twice. All ranks must draw the same "
+                "order: its seed must not depend on the rank"
+            )
+    first, second = ask(40, 2, 0, 7, 0), ask(40, 2, 0, 7, 1)
+    if first == second:
+        raise Wrong("epoch 1 has the same order as epoch 0: let the epoch be part of the generator's seed")
+    if first == ask(40, 2, 0, 8, 0):
+        raise Wrong("seeds 7 and 8 give the same order in epoch 0: let `seed` be part of it in every epoch")
+    if set(first) == set(second):
+        raise Wrong("rank 0 has the same samples in both epochs, only in another order: shuffle first, then deal")
+
+
+@exercise("1.9", "a new order each epoch, and one accuracy that all ranks agree on.")
+def exercise_1_9(script: str | Path) -> None:
+    """A script for 2 ranks that writes its orders and its accuracy to FOLDER/rank-R.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_script(script, 2, folder, timeout=120)
+        except Wrong as error:
+            if re.search("[Cc]onnection|[Tt]imed out|timeout", str(error)):
+                raise Wrong(f"{error} One rank waited for another. Is there a collective inside an `if`?") from None
+            raise
+        reports = []
+        for rank in (0, 1):
+            path = Path(folder, f"rank-{rank}.json")
+            if not path.exists():
+                raise Wrong(f"rank {rank} wrote no report: keep the lines marked `keep`, on every rank")
+            reports.append(json.loads(path.read_text()))
+    for epoch, orders in enumerate(zip(*(report["orders"] for report in reports), strict=True)):
+        if sorted(index for order in orders for index in order) != list(range(1280)):
+            raise Wrong(f"in epoch {epoch} the two ranks together did not see each of the 1280 samples once")
+    if any(report["orders"][0] == report["orders"][1] for report in reports):
+        raise Wrong("both epochs have the same order: call sampler.set_epoch(epoch) before each")
+    own = [sum(report["right"]) / len(report["right"]) for report in reports]
+    mean = sum(sum(report["right"]) for report in reports) / sum(len(report["right"]) for report in reports)
+    for rank, report in enumerate(reports):
+        hint = "Add up hits and samples over all ranks, and divide once."
+        if math.isclose(report["accuracy"], own[rank], rel_tol=1e-6):
+            hint = "That is the accuracy on this rank's own part. " + hint
+        elif math.isclose(report["accuracy"], sum(own) / 2, rel_tol=1e-6):
+            hint = "That is the mean of the ranks' accuracies, and they have 128 and 127 images. " + hint
+        expect_close(report["accuracy"], mean, f"the accuracy that rank {rank} reports", hint=hint)
+
+
 # --- Lesson 1.4: torchrun -------------------------------------------------------------------------------------------
+
+
+@exercise("1.10", "the share of n times one process that was reached.")
+def exercise_1_10(efficiency: Callable[[dict[int, float]], dict[int, float]]) -> None:
+    """efficiency({processes: samples per second}) -> {processes: share of the ideal}."""
+    seen = efficiency({1: 300.0, 2: 480.0, 4: 900.0})
+    if not isinstance(seen, dict) or sorted(seen) != [1, 2, 4]:
+        raise Wrong(f"return a dict with the same keys, 1, 2 and 4; yours is {seen!r}")
+    for n, expected in {1: 1.0, 2: 0.8, 4: 0.75}.items():
+        hint = "That is the speed-up: divide it by the number of processes." if n > 1 else ""
+        expect_close(seen[n], expected, f"the efficiency of {n} processes", hint=hint)
+
+
+@exercise("1.11", "the first step tells a bug from rounding.")
+def exercise_1_11(verdict: Callable[[list[float], list[float]], str]) -> None:
+    """verdict(reference step losses, the port's) -> "same", "rounding" or "bug"."""
+    reference = [2.4683871, 4.1011681, 3.8245499]
+    for port, expected, why in (
+        (list(reference), "same", "all steps are equal"),
+        ([2.4683873, 4.1012, 3.8311], "rounding", "the first step agrees to 1e-7, and the gap grows from there"),
+        ([2.4683873, 4.15, 3.5], "rounding", "after a first step that agrees, training may amplify rounding this far"),
+        ([2.4784, 4.1011681, 3.8245499], "bug", "the first step is off by 0.4 %, where nothing was amplified yet"),
+        ([2.4683871, 4.1011681], "bug", "a step is missing"),
+    ):
+        seen = verdict(list(reference), port)
+        if seen != expected:
+            raise Wrong(f"for {port} against {reference} you say {seen!r}, expected {expected!r}: {why}")
+
+
+@exercise("1.12", "every rank reaches the collective, one rank speaks.")
+def exercise_1_12(script: str | Path) -> None:
+    """A script that prints "mean loss X" once, X being the mean of rank + 1 over all ranks."""
+    lines = [line for line in run_script(script, 2, timeout=40).splitlines() if "mean loss" in line]
+    if len(lines) != 1:
+        raise Wrong(f"{len(lines)} lines with `mean loss` from 2 ranks, expected one, from rank 0 alone")
+    hint = "Divide the sum by the world size." if "3.0" in lines[0] else "Is it the mean over ALL ranks?"
+    expect_close(lines[0].split("mean loss")[1].strip(), 1.5, "the mean loss of 2 ranks", hint=hint)
 
 
 # --- Lesson 1.5: two nodes ------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def digits() -> Splits:
 def torchvision_images(name: str, data_dir: str | Path) -> Splits:
     """MNIST or Fashion-MNIST from `data_dir`, downloaded into it when missing.
 
-    The last twelfth of a fixed permutation of the training file is the validation set (5,000 of 60,000); the test file
+    The first twelfth of a fixed permutation of the training file is the validation set (5,000 of 60,000); the test file
     is the test set. Only one process a node may call this while the files are missing (`distributed.local_first`).
     Raises ValueError, saying what to do, where the files are neither there nor to be had, or are damaged.
     """
@@ -64,8 +64,13 @@ def torchvision_images(name: str, data_dir: str | Path) -> Splits:
     try:
         train_file = cls(data_dir, train=True, download=True)
         test_file = cls(data_dir, train=False, download=True)
-    except (OSError, RuntimeError, ValueError, AssertionError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        for file in (train_file, test_file):
+            if len(file.data) != len(file.targets) or file.targets.max() >= len(file.classes):
+                raise ValueError("images and labels do not belong together")
+    # torchvision meets a damaged file with whichever of the last four its bytes lead to.
+    except (OSError, RuntimeError, ValueError, AssertionError, KeyError, TypeError) as error:
+        from_torch = isinstance(error, (OSError, RuntimeError))
+        reason = str(error).partition("\n")[0] if from_torch else "one of its files is damaged"
         raise ValueError(
             f"cannot get {name} ({reason}). Without a network, copy its four files "
             f"(train-images-idx3-ubyte and so on) to {Path(data_dir).absolute() / cls.__name__ / 'raw'}, "

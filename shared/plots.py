@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
+import numpy as np
 import torch
 from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
@@ -66,5 +67,34 @@ def owners(shards: Sequence[Sequence[int]], num_samples: int, title: str) -> Axe
         axes.scatter(shard, [f"rank {rank}"] * len(shard), marker="s", s=2400 / num_samples)
     axes.set_xlim(-1, num_samples)
     axes.margins(y=0.5)
+    axes.invert_yaxis()
+    return axes
+
+
+def tables(grids: Sequence[torch.Tensor], titles: Sequence[str], xlabel: str, ylabel: str) -> None:
+    """Small tables of counts (rows, columns) side by side, each under its title; a larger number is darker."""
+    figure, row = plt.subplots(1, len(grids), figsize=(1.25 * len(grids), 1.9), sharey=True, layout="constrained")
+    largest = max(grid.max().item() for grid in grids)
+    for axes, grid, title in zip(row, grids, titles, strict=True):
+        axes.imshow(grid, cmap="Blues", vmin=0, vmax=1.5 * largest)
+        axes.set_title(title, fontsize=10)
+        axes.set(xticks=range(grid.shape[1]), yticks=range(grid.shape[0]), xlabel=xlabel)
+        axes.tick_params(length=0)
+        axes.spines[:].set_visible(False)
+        for (i, j), number in np.ndenumerate(grid.numpy()):
+            axes.text(j, i, f"{number:g}", ha="center", va="center")
+    row[0].set_ylabel(ylabel)
+
+
+def spans(
+    rows: Mapping[str, Sequence[tuple[float, float]]], title: str, xlabel: str, origin: float = 0.0, scale: float = 1.0
+) -> Axes:
+    """What happened when: a row per entry of `rows`, a piece per (start, end), drawn at (time - origin) * scale."""
+    axes = new_axes(title, xlabel, size=(7, 0.9 + 0.36 * len(rows)))
+    for number, pieces in enumerate(rows.values()):
+        pieces = [((start - origin) * scale, (end - start) * scale) for start, end in pieces]
+        axes.broken_barh(pieces, (number - 0.3, 0.6), color=COLORS[min(number, 1)], edgecolor="white", linewidth=0.6)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.grid(visible=False)
     axes.invert_yaxis()
     return axes

@@ -1,0 +1,209 @@
+"""How fast is data-parallel training on this machine, against what it could be at best? Measures two ratios:
+
+1. train_ddp.py on one process over a bare hand-written loop: what the script's machinery costs.
+2. Two ranks under torchrun over two independent processes at the same time: what communication costs, over batch
+   sizes and gradient accumulation.
+
+Writes ddp-DATE-DEVICE.md, .json and .svg. GPUs are used where there are any; the second part then needs two.
+"""
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+
+from shared import plots
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread a process, on both sides of every ratio
+GOAL_ONE, GOAL_TWO = 0.97, 0.90
+BATCH_SIZE = 64  # train_ddp.py's default, over all ranks
+ACCUMULATED = {(32, n) for n in (1, 2, 4, 8)}  # (local batch, accumulation)
+LARGER = {(16 * 2**n, 1) for n in range(9 if torch.cuda.is_available() else 5)}
+# A turn is about so many samples a process, in at most so many optimizer steps: some three seconds.
+TURN_SAMPLES, TURN_STEPS = (65536, 400) if torch.cuda.is_available() else (512, 16)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=4, help="runs of each side, in turn (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: half a minute, and its numbers mean nothing")
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results, with --quick runs/bench-quick")
+    args = parser.parse_args()
+    repeats = 1 if args.quick else max(1, args.repeats)
+    started = time.perf_counter()
+    result = {"date": time.strftime("%Y-%m-%d"), "quick": args.quick, "repeats": repeats, **machine()}
+    result["one_process"] = one_process(repeats, args.quick)
+    result["two_processes"] = [] if result["gpus"] == 1 else two_processes(repeats, args.quick)
+    result["seconds"] = round(time.perf_counter() - started)
+
+    out = args.out or (ROOT / "runs" / "bench-quick" if args.quick else HERE / "results")
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"ddp-{result['date']}-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}"
+    (out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (out / f"{name}.md").write_text(report(result, f"{name}.svg"))
+    if result["two_processes"]:
+        draw(result, out / f"{name}.svg")
+    print(f"\n{report(result, f'{name}.svg')}\nwritten: {out / name}.md and more")
+
+
+def machine() -> dict:
+    """Where this is measured: device, CPUs, GPUs and versions."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
+    gpus = torch.cuda.device_count()
+    device = f"{torch.cuda.get_device_name(0)}, {gpus} GPUs" if gpus else f"{cpu}, {cpus} CPUs"
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
+    return {"device": device, "cpu": cpu, "cpus": cpus, "gpus": gpus, "threads_per_process": 1, **versions}
+
+
+def compare(baseline: list[float], measured: list[float]) -> dict:
+    """Samples per second of both sides, the ratio of their medians, and the lowest and highest of single pairs."""
+    pairs = [ours / theirs for theirs, ours in zip(baseline, measured, strict=True)]
+    ratio = median(measured) / median(baseline)
+    return {"baseline": baseline, "measured": measured, "ratio": ratio, "lowest": min(pairs), "highest": max(pairs)}
+
+
+def one_process(repeats: int, quick: bool) -> dict:
+    """Samples per second of the bare loop and of train_ddp.py in their last epoch; the one before it warms up."""
+    epochs, steps = (1, 3) if quick else (2, 20)
+    bare, script = [], []
+    for number in range(1, repeats + 1):
+        command = [sys.executable, HERE / "bare_loop.py", str(epochs), str(steps), str(BATCH_SIZE)]
+        printed = subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.PIPE).stdout
+        bare.append(json.loads(printed)[-1])
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, ROOT / "01-ddp-pytorch-only" / "train_ddp.py", "--epochs", str(epochs),
+                       "--max-steps", str(epochs * steps), "--batch-size", str(BATCH_SIZE),
+                       "--storage-path", folder, "--metrics-out", f"{folder}/metrics.jsonl"]  # fmt: skip
+            subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+            lines = Path(folder, "metrics.jsonl").read_text().splitlines()
+        script.append(json.loads(lines[-1])["samples_per_second"])
+        print(f"[{number}/{repeats}] bare {bare[-1]:.0f}, train_ddp.py {script[-1]:.0f} samples/s", flush=True)
+    return compare(bare, script)
+
+
+def two_processes(repeats: int, quick: bool) -> list[dict]:
+    """For each (local batch, accumulation): samples per second of two independent processes, and of two ranks.
+
+    Both pairs start once and take turns: independent, ddp, independent, ddp ... A pair without an order sleeps.
+    A pair's rate is the sum of its two processes' own rates.
+    """
+    points = [(32, 1), (32, 2)] if quick else sorted(LARGER | ACCUMULATED)
+    rates = {point: {"independent": [], "ddp": []} for point in points}
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    program = [str(HERE / "ddp_step.py"), str(store.port)]
+    commands = [[*torchrun, *program, "ddp"]] + [[sys.executable, *program, "independent", i] for i in "01"]
+    processes = [subprocess.Popen(command, env=ENVIRONMENT) for command in commands]
+    try:
+        for turn in range(repeats * len(points)):
+            point = batch, accumulation = points[turn % len(points)]
+            steps = 1 if quick else max(2, min(TURN_STEPS, TURN_SAMPLES // (batch * accumulation)))
+            for side, measured in rates[point].items():
+                store.set(f"{side}-{turn}", json.dumps([batch, accumulation, steps]))
+                measured.append(sum(wait_for(store, f"{side}-{turn}-rate-{i}", processes) for i in (0, 1)))
+            last = ", ".join(f"{side} {measured[-1]:.0f}" for side, measured in rates[point].items())
+            print(f"[{turn + 1}/{repeats * len(points)}] {batch} x {accumulation}: {last} samples/s", flush=True)
+        for side in ("independent", "ddp"):
+            store.set(f"{side}-{repeats * len(points)}", "null")  # the order to leave
+        for process in processes:
+            process.wait(timeout=60)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait()
+    return [
+        {"local_batch": batch, "accumulation": accumulation, **compare(both["independent"], both["ddp"])}
+        for (batch, accumulation), both in rates.items()
+    ]
+
+
+def wait_for(store: dist.TCPStore, key: str, processes: list[subprocess.Popen]) -> float:
+    """The number that a process puts into the store. Raises RuntimeError when one of them ends instead."""
+    while not store.check([key]):
+        if ended := [process for process in processes if process.poll() is not None]:
+            raise RuntimeError(f"ended with exit code {ended[0].returncode}: {ended[0].args}")
+        time.sleep(0.1)
+    return float(store.get(key))
+
+
+def report(result: dict, figure: str) -> str:
+    """The result as a Markdown page."""
+
+    def cells(row: dict) -> str:
+        rates = f"{median(row['baseline']):.0f} | {median(row['measured']):.0f}"
+        return f"{rates} | {row['ratio']:.3f} | {row['lowest']:.3f} to {row['highest']:.3f}"
+
+    def verdict(ratio: float, goal: float) -> str:
+        return f"**{ratio:.3f}**, goal {goal:.2f}: {'reached' if ratio >= goal else 'MISSED'}"
+
+    one, two = result["one_process"], {(r["local_batch"], r["accumulation"]): r for r in result["two_processes"]}
+    warning = "\n**A smoke run: its numbers mean nothing.**\n" if result["quick"] else ""
+    page = f"""# DDP on {result["device"]}, {result["date"]}
+{warning}
+ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, one thread a process. CPU: {result["cpu"]}, {result["cpus"]} of
+them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. Rates are medians
+of alternated runs, {result["repeats"]} of each side; a ratio is that of the medians, its range that of single pairs.
+
+## One process: train_ddp.py over a bare loop
+
+| global batch | bare, samples/s | train_ddp.py, samples/s | ratio | range |
+|---:|---:|---:|---:|---:|
+| {BATCH_SIZE} | {cells(one)} |
+
+Ratio {verdict(one["ratio"], GOAL_ONE)}.
+
+## Two processes: DDP over two independent ones
+
+"""
+    if not two:
+        return page + "Not measured: it needs two GPUs, and there is one (with CUDA_VISIBLE_DEVICES= it uses CPUs).\n"
+    page += "| local batch | accumulation | independent, samples/s | DDP, samples/s | ratio | range | added a step |\n"
+    page += "|---:|---:|---:|---:|---:|---:|---:|\n"
+    for (batch, accumulation), row in two.items():
+        added = 2 * batch * accumulation * (1 / median(row["measured"]) - 1 / median(row["baseline"]))
+        page += f"| {batch} | {accumulation} | {cells(row)} | {1e3 * added:.0f} ms |\n"
+    reached = [f"{batch} x {n}" for (batch, n), row in two.items() if row["ratio"] >= GOAL_TWO]
+    best, row = max(two.items(), key=lambda item: item[1]["ratio"])
+    page += f"""
+At the default, {BATCH_SIZE // 2} x 1 a rank: {verdict(two[BATCH_SIZE // 2, 1]["ratio"], GOAL_TWO)}.
+Best, at {best[0]} x {best[1]}: {verdict(row["ratio"], GOAL_TWO)}.
+Goal reached at (local batch x accumulation): {", ".join(reached) or "none of those measured"}.
+
+![The ratio over the samples a rank takes in a step]({figure})
+"""
+    return page
+
+
+def draw(result: dict, path: Path) -> None:
+    """The ratio over the samples that a rank takes in one optimizer step, by larger batches and by accumulation."""
+    title = f"Two ranks over two independent processes, {result['device']}"
+    axes = plots.new_axes(title, "samples a rank takes in one optimizer step", "ratio of samples per second")
+    for label, points in (("larger local batch", LARGER), ("accumulated batches of 32", ACCUMULATED)):
+        rows = [row for row in result["two_processes"] if (row["local_batch"], row["accumulation"]) in points]
+        samples = [row["local_batch"] * row["accumulation"] for row in rows]
+        axes.plot(samples, [row["ratio"] for row in rows], marker="o", label=label)
+        axes.fill_between(samples, [row["lowest"] for row in rows], [row["highest"] for row in rows], alpha=0.15)
+    axes.axhline(GOAL_TWO, color=plots.COLORS[-1], linestyle=":", label=f"goal {GOAL_TWO:.2f}")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, loc="lower right")
+    axes.figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,238 @@
+"""shared.checks: each check accepts right answers, and tells a learner what is wrong with plausible wrong ones."""
+
+import os
+import stat
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shared import checks
+
+
+def stub(*arguments):
+    raise NotImplementedError
+
+
+def assert_accepts(check: Callable, answer, capsys) -> None:
+    """Both in a lesson and in the solutions."""
+    assert check(answer) is True
+    assert check(answer, strict=True) is True
+    assert all(line.startswith("[OK] Exercise ") for line in capsys.readouterr().out.splitlines())
+
+
+def assert_rejects(check: Callable, answer, because: str, capsys) -> None:
+    """In a lesson by one line that contains `because`, in the solutions by an AssertionError with the same words."""
+    assert check(answer) is False
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("[  ] Exercise ") and because in line
+    with pytest.raises(AssertionError) as caught:
+        check(answer, strict=True)
+    assert line == f"[  ] {caught.value}"
+
+
+@pytest.mark.parametrize("check", [checks.exercise_1_1, checks.exercise_1_2, checks.exercise_1_3])
+def test_a_stub_is_not_done_yet(check, capsys):
+    assert_rejects(check, stub, "not done yet: replace `raise NotImplementedError`", capsys)
+
+
+# --- 1.1: the mean loss over all samples -----------------------------------------------------------------------------
+
+RIGHT_1_1 = [
+    lambda means, sizes: sum(mean * size for mean, size in zip(means, sizes, strict=True)) / sum(sizes),
+    lambda means, sizes: torch.tensor(means).mul(torch.tensor(sizes)).sum() / sum(sizes),
+]
+WRONG_1_1 = {
+    "a mean of means": (
+        lambda means, sizes: sum(means) / len(means),
+        "is 2, expected 1.14493. Each batch's mean stands",
+    ),
+    "a sum": (lambda means, sizes: sum(m * n for m, n in zip(means, sizes, strict=True)), "is 16, expected 2"),
+    "divided by batches": (
+        lambda means, sizes: sum(m * n for m, n in zip(means, sizes, strict=True)) / len(sizes),
+        "weight it by them",
+    ),
+    "nothing returned": (lambda means, sizes: None, "should be a number, and is None"),
+    "a list": (lambda means, sizes: means, "should be a number, and is [1.0, 3.0]"),
+    "an error": (lambda means, sizes: means["a"], "your code raised TypeError: list indices must be integers"),
+    "not a number": (lambda means, sizes: float("nan"), "is nan, expected 2"),
+}
+
+
+@pytest.mark.parametrize("answer", RIGHT_1_1)
+def test_1_1_accepts(answer, capsys):
+    assert_accepts(checks.exercise_1_1, answer, capsys)
+
+
+@pytest.mark.parametrize("what", WRONG_1_1)
+def test_1_1_rejects(what, capsys):
+    assert_rejects(checks.exercise_1_1, *WRONG_1_1[what], capsys)
+
+
+# --- 1.2: the gradient of a batch in parts ---------------------------------------------------------------------------
+
+
+def accumulated(
+    part_loss: Callable, before_part=lambda model: None, after_part=lambda loss: loss.backward()
+) -> Callable:
+    """An answer that calls backward() for `part_loss(logits, labels, whole batch, number of parts)` of each part."""
+
+    def accumulate(model, images, labels, sizes):
+        for part, part_labels in zip(images.split(sizes), labels.split(sizes), strict=True):
+            before_part(model)
+            after_part(part_loss(model(part), part_labels, len(images), len(sizes)))
+
+    return accumulate
+
+
+def right_loss(logits, labels, whole, parts):
+    return F.cross_entropy(logits, labels, reduction="sum") / whole
+
+
+RIGHT_1_2 = [
+    accumulated(right_loss),
+    accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels) * len(labels) / whole),
+]
+WRONG_1_2 = {
+    "means added up": (
+        accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels)),
+        "with parts of [4, 4, 4] the gradient is 3.000 times as long",
+    ),
+    "a mean of means": (
+        accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels) / parts),
+        "with parts of [6, 5, 1] the gradient is",
+    ),
+    "sums, not divided": (
+        accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels, reduction="sum")),
+        "divide each part's SUM of losses by the size of the whole batch",
+    ),
+    "zero_grad before each part": (
+        accumulated(right_loss, before_part=lambda model: model.zero_grad()),
+        "backward() adds to .grad",
+    ),
+    "backward forgotten": (accumulated(right_loss, after_part=lambda loss: None), "call backward() for every part"),
+}
+
+
+@pytest.mark.parametrize("answer", RIGHT_1_2)
+def test_1_2_accepts(answer, capsys):
+    assert_accepts(checks.exercise_1_2, answer, capsys)
+
+
+@pytest.mark.parametrize("what", WRONG_1_2)
+def test_1_2_rejects(what, capsys):
+    assert_rejects(checks.exercise_1_2, *WRONG_1_2[what], capsys)
+
+
+# --- 1.3: the bytes of a checkpoint ----------------------------------------------------------------------------------
+
+
+def weight_bytes(model) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+
+
+WRONG_1_3 = {
+    "without Adam": (weight_bytes, "Adam keeps two more tensors"),
+    "one moment": (lambda model: 2 * weight_bytes(model), "Adam keeps two more tensors"),
+    "with gradients": (lambda model: 4 * weight_bytes(model), "the size for an MLP in torch.float32"),
+    "always 4 bytes": (
+        lambda model: 12 * sum(p.numel() for p in model.parameters()),
+        "the size for an MLP in torch.float64",
+    ),
+    "numbers, not bytes": (lambda model: 3 * sum(p.numel() for p in model.parameters()), "element_size()"),
+}
+
+
+def test_1_3_accepts(capsys):
+    assert_accepts(checks.exercise_1_3, lambda model: 3 * weight_bytes(model), capsys)
+    assert_accepts(checks.exercise_1_3, lambda model: 3 * weight_bytes(model) * 1.005, capsys)
+
+
+@pytest.mark.parametrize("what", WRONG_1_3)
+def test_1_3_rejects(what, capsys):
+    assert_rejects(checks.exercise_1_3, *WRONG_1_3[what], capsys)
+
+
+# --- scripts with several ranks --------------------------------------------------------------------------------------
+
+SCRIPTS = {
+    "right": "import os, sys\nnames = 'RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'\n"
+    "print(*(os.environ[name] for name in names), *sys.argv[1:])",
+    "stub": "import os\nif os.environ['RANK'] == '1':\n    raise NotImplementedError",
+    "failing": "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('12 samples cannot be dealt')",
+}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What run_script returned or raised for each of SCRIPTS on two ranks, started together to save time."""
+    folder = tmp_path_factory.mktemp("a folder with spaces")
+
+    def launch(name):
+        path = folder / f"{name}.py"
+        path.write_text(SCRIPTS[name])
+        try:
+            return checks.run_script(path, 2, "--flag", "two words")
+        except (NotImplementedError, checks.Wrong) as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(SCRIPTS, pool.map(launch, SCRIPTS), strict=True))
+
+
+def test_run_script_returns_what_each_rank_prints_in_the_order_of_ranks(launched):
+    assert launched["right"].splitlines() == ["0 2 1 --flag two words", "1 2 1 --flag two words"]
+
+
+def test_run_script_tells_a_stub_from_a_mistake(launched):
+    assert isinstance(launched["stub"], NotImplementedError)
+    assert isinstance(launched["failing"], checks.Wrong)
+    assert str(launched["failing"]).startswith("the script failed: ")
+    assert "ValueError: 12 samples cannot be dealt" in str(launched["failing"])
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """A launcher that, like torchrun, starts a rank in a session of its own and waits; returns a file with its pid."""
+    launcher, rank = tmp_path / "launcher", tmp_path / "rank"
+    launcher.write_text(f"#!/bin/sh\nsetsid sleep 600 &\necho $! > '{rank}'\nwait\n")
+    launcher.chmod(launcher.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(checks.sys, "executable", str(launcher))
+    return rank
+
+
+def assert_is_gone(pid: int) -> None:
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, f"process {pid} still runs"
+        time.sleep(0.05)
+
+
+def test_run_script_cuts_a_hang_and_leaves_no_rank_behind(hanging):
+    with pytest.raises(checks.Wrong, match=r"it hangs: no end after 2 s\. Does every rank reach every collective\?"):
+        checks.run_script("hang.py", 1, timeout=2)
+    assert_is_gone(int(hanging.read_text()))
+
+
+def test_an_interrupted_check_leaves_no_rank_behind(hanging, monkeypatch):
+    def interrupted(process, timeout):
+        while not hanging.exists() or not hanging.read_text():
+            time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checks.subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        checks.run_script("hang.py", 1)
+    assert_is_gone(int(hanging.read_text()))
+
+
+def test_a_check_of_a_script_says_what_is_wrong_with_it(hanging, capsys):
+    @checks.exercise("9.9", "fine.")
+    def check(script):
+        checks.run_script(script, 1, timeout=0.5)
+
+    assert_rejects(check, os.devnull, "not right yet: it hangs", capsys)

@@ -1,0 +1,120 @@
+"""The checks of lesson 1.2: the stub and plausible wrong answers are told apart from the right one, with help."""
+
+import textwrap
+
+import pytest
+
+from shared import checks
+
+
+def stub(*_):
+    raise NotImplementedError
+
+
+def gradient_bytes(model):
+    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
+
+
+def bytes_sent(model, world_size):
+    return 2 * (world_size - 1) / world_size * gradient_bytes(model)
+
+
+def samples_of(order, rank, world_size, batch_size, k):
+    local = batch_size // world_size
+    return order[rank::world_size][k * local : (k + 1) * local]
+
+
+def cut_in_blocks(order, rank, world_size, batch_size, k):
+    local = batch_size // world_size
+    batch = order[k * batch_size : (k + 1) * batch_size]
+    return batch[rank * local : (rank + 1) * local]
+
+
+def batch_per_rank(order, rank, world_size, batch_size, k):
+    return order[rank::world_size][k * batch_size : (k + 1) * batch_size]
+
+
+def counted_from_one(order, rank, world_size, batch_size, k):
+    return samples_of(order, rank, world_size, batch_size, k - 1)
+
+
+@pytest.mark.parametrize(
+    ("check", "answer"), [(checks.exercise_1_4, bytes_sent), (checks.exercise_1_5, samples_of)]
+)  # fmt: skip
+def test_right_answer_is_accepted(check, answer):
+    assert check(answer, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "help_in_message"),
+    [
+        (checks.exercise_1_4, stub, "not done yet"),
+        (checks.exercise_1_4, lambda model, n: 2 * gradient_bytes(model), "a ring of 2 sends 1 times as many"),
+        (checks.exercise_1_4, lambda model, n: (n - 1) / n * gradient_bytes(model), "a ring of 2 sends 1 times"),
+        (checks.exercise_1_4, lambda model, n: (n - 1) * gradient_bytes(model), "a ring of 4 sends 1.5 times"),
+        (
+            checks.exercise_1_4,
+            lambda model, n: 2 * (n - 1) / n * 4 * sum(p.numel() for p in model.parameters()),
+            "for an MLP in float64",
+        ),
+        (
+            checks.exercise_1_4,
+            lambda model, n: 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters()),
+            "whose first layer is frozen",
+        ),
+        (checks.exercise_1_4, lambda model, n: None, "should be a number"),
+        (checks.exercise_1_5, stub, "not done yet"),
+        (checks.exercise_1_5, cut_in_blocks, "deal the samples in turn"),
+        (checks.exercise_1_5, batch_per_rank, "a full batch of 8 is 4 samples"),
+        (checks.exercise_1_5, counted_from_one, "The first one is k = 0"),
+        (checks.exercise_1_5, lambda order, *_: None, "return a list"),
+    ],
+)
+def test_wrong_answer_is_rejected_with_help(check, answer, help_in_message, capsys):
+    assert check(answer) is False
+    assert help_in_message in capsys.readouterr().out
+    with pytest.raises(AssertionError):
+        check(answer, strict=True)
+
+
+def exercise_file(folder, body):
+    path = folder / "exercise.py"
+    head = "import torch\nimport torch.distributed as dist\n\n\ndef global_accuracy(hits, samples):\n"
+    path.write_text(head + textwrap.indent(textwrap.dedent(body), "    "))
+    return path
+
+
+def test_global_accuracy_accepts_the_right_answer(tmp_path):
+    body = """
+        counts = torch.tensor([hits, samples])
+        dist.all_reduce(counts)
+        return (counts[0] / counts[1]).item()
+    """
+    assert checks.exercise_1_6(exercise_file(tmp_path, body), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "help_in_message"),
+    [
+        ("raise NotImplementedError", "not done yet"),
+        (
+            """
+            accuracy = torch.tensor(hits / samples)
+            dist.all_reduce(accuracy)
+            return accuracy.item() / dist.get_world_size()
+            """,
+            "mean of the ranks' accuracies",
+        ),
+        (
+            """
+            counts = torch.tensor([hits, samples])
+            dist.reduce(counts, dst=0)
+            return counts[0] / counts[1] if dist.get_rank() == 0 else hits / samples
+            """,
+            "The ranks have different answers",
+        ),
+    ],
+)
+def test_global_accuracy_rejects_wrong_answers_with_help(body, help_in_message, tmp_path, capsys):
+    assert checks.exercise_1_6(exercise_file(tmp_path, body)) is False
+    assert help_in_message in capsys.readouterr().out

@@ -1,0 +1,189 @@
+"""The checks of lesson 1.3: the stub and plausible wrong answers are told apart from the right one, with help."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared import checks
+
+LESSON = Path(__file__).parents[1] / "01-ddp-pytorch-only" / "03_distributed_data_parallel.ipynb"
+
+
+def stub(*_):
+    raise NotImplementedError
+
+
+def local_loss(losses, global_count, world_size):
+    return losses.sum() / global_count * world_size
+
+
+def my_samples(num_samples, world_size, rank, seed, epoch):
+    return shuffled(num_samples, seed + epoch)[rank::world_size]
+
+
+def shuffled(num_samples, seed):
+    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def padded(num_samples, world_size, rank, seed, epoch):
+    order = shuffled(num_samples, seed + epoch)
+    return (order + order[: -num_samples % world_size])[rank::world_size]
+
+
+def tail_dropped(num_samples, world_size, rank, seed, epoch):
+    order = shuffled(num_samples, seed + epoch)
+    return order[: num_samples // world_size * world_size][rank::world_size]
+
+
+def dealt_then_shuffled(num_samples, world_size, rank, seed, epoch):
+    mine = list(range(num_samples))[rank::world_size]
+    random.Random(1000 * seed + epoch).shuffle(mine)
+    return mine
+
+
+@pytest.mark.parametrize(
+    ("check", "answer"), [(checks.exercise_1_7, local_loss), (checks.exercise_1_8, my_samples)]
+)  # fmt: skip
+def test_right_answer_is_accepted(check, answer):
+    assert check(answer, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("check", "answer", "help_in_message"),
+    [
+        (checks.exercise_1_7, stub, "not done yet"),
+        (
+            checks.exercise_1_7,
+            lambda losses, n, world_size: losses.mean(),
+            r"7 samples dealt 4 \+ 3.* sum of this rank",
+        ),
+        (checks.exercise_1_7, lambda losses, n, world_size: losses.sum() / n, "multiply by it"),
+        (
+            checks.exercise_1_7,
+            lambda losses, n, world_size: losses.mean() * len(losses) / n * world_size,
+            r"1 samples? dealt 1 \+ 0.* not a number",
+        ),
+        (
+            checks.exercise_1_7,
+            lambda losses, n, world_size: losses.sum().item() / n * world_size,
+            "a tensor that backward",
+        ),
+        (checks.exercise_1_7, lambda losses, n, world_size: losses / n * world_size, "one number a rank"),
+        (checks.exercise_1_8, stub, "not done yet"),
+        (checks.exercise_1_8, lambda n, world_size, rank, seed, epoch: None, "a list of sample numbers"),
+        (
+            checks.exercise_1_8,
+            lambda n, world_size, rank, seed, epoch: torch.randperm(n).tolist()[rank::world_size],
+            "asked twice",
+        ),
+        (
+            checks.exercise_1_8,
+            lambda n, world_size, rank, seed, epoch: shuffled(n, seed + epoch + 100 * rank)[rank::world_size],
+            "must not depend on the rank",
+        ),
+        (
+            checks.exercise_1_8,
+            lambda n, world_size, rank, seed, epoch: shuffled(n, seed)[rank::world_size],
+            "epoch 1 has the same order as epoch 0",
+        ),
+        (
+            checks.exercise_1_8,
+            lambda n, world_size, rank, seed, epoch: shuffled(n, seed * epoch)[rank::world_size],
+            "seeds 7 and 8 give the same order",
+        ),
+        (checks.exercise_1_8, padded, "1 sample.s. go to two ranks: no padding"),
+        (checks.exercise_1_8, tail_dropped, "3 sample.s. go to no rank"),
+        (checks.exercise_1_8, dealt_then_shuffled, "shuffle first, then deal"),
+    ],
+)
+def test_wrong_answer_gets_help(check, answer, help_in_message):
+    with pytest.raises(AssertionError, match=help_in_message):
+        check(answer, strict=True)
+
+
+# --- exercise 1.9: what the two ranks report -------------------------------------------------------------------------
+
+ORDERS = [shuffled(1280, epoch) for epoch in (0, 1)]
+RIGHT = [[True] * 100 + [False] * 28, [True] * 90 + [False] * 37]  # of 128 and 127 images
+OWN = [sum(right) / len(right) for right in RIGHT]
+ACCURACY = 190 / 255
+
+
+def reports(accuracies, orders=ORDERS):
+    return [
+        {"orders": [order[rank::2] for order in orders], "right": RIGHT[rank], "accuracy": accuracies[rank]}
+        for rank in range(2)
+    ]
+
+
+def exercise_1_9(written, monkeypatch):
+    """Run the check as if its two ranks had written these reports."""
+
+    def run_script(script, nproc, folder, timeout):
+        for rank, report in enumerate(written):
+            Path(folder, f"rank-{rank}.json").write_text(json.dumps(report))
+
+    monkeypatch.setattr(checks, "run_script", run_script)
+    return checks.exercise_1_9("exercise.py", strict=True)
+
+
+def test_right_report_is_accepted(monkeypatch):
+    assert exercise_1_9(reports([ACCURACY, ACCURACY]), monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("written", "help_in_message"),
+    [
+        (reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[0]]), "call sampler.set_epoch"),
+        (
+            reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[1][:-2]]),
+            "epoch 1 the two ranks together did not see",
+        ),
+        (reports(OWN), "rank 0 reports is 0.78125, expected 0.745098. That is the accuracy on this rank's own part"),
+        (reports([ACCURACY, OWN[1]]), "rank 1 reports .* this rank's own part"),
+        (reports([sum(OWN) / 2] * 2), "the mean of the ranks' accuracies"),
+        (reports([ACCURACY * 2] * 2), "divide once"),
+        (reports([ACCURACY, ACCURACY])[:1], "rank 1 wrote no report"),
+    ],
+)
+def test_wrong_report_gets_help(written, help_in_message, monkeypatch):
+    with pytest.raises(AssertionError, match=help_in_message):
+        exercise_1_9(written, monkeypatch)
+
+
+def run_lesson_script(changes: dict[str, str], tmp_path: Path, monkeypatch) -> bool:
+    """Run the check for real, on the lesson's own script with these changes."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two processes, also on a machine with one GPU
+    cells = ["".join(cell["source"]) for cell in json.loads(LESSON.read_text())["cells"]]
+    (cell,) = (cell for cell in cells if cell.startswith("%%writefile runs/lesson-1-3/exercise.py"))
+    script = cell.partition("\n")[2]
+    for old, new in changes.items():
+        assert script.count(old) == 1
+        script = script.replace(old, new)
+    path = tmp_path / "exercise.py"
+    path.write_text(script)
+    return checks.exercise_1_9(path, strict=True)
+
+
+STUB = 'raise NotImplementedError("mend the two bugs below, then delete this line")'
+EPOCH = {"    orders.append([])": "    sampler.set_epoch(epoch)\n    orders.append([])"}
+ACCURACY_OF_ALL = "accuracy = distributed.global_sum(right.sum()) / distributed.global_sum(torch.tensor(len(right)))"
+
+
+def test_script_of_the_lesson_is_a_stub(tmp_path, monkeypatch):
+    with pytest.raises(AssertionError, match="not done yet"):
+        run_lesson_script({}, tmp_path, monkeypatch)
+
+
+def test_mended_script_is_accepted(tmp_path, monkeypatch):
+    mended = {STUB: "", **EPOCH, "accuracy = right.sum() / len(right)": ACCURACY_OF_ALL}
+    assert run_lesson_script(mended, tmp_path, monkeypatch)
+
+
+def test_collective_inside_an_if_gets_help(tmp_path, monkeypatch):
+    inside = f"accuracy = right.double().mean()\nif worker.rank == 0:\n    {ACCURACY_OF_ALL}"
+    with pytest.raises(AssertionError, match="inside an `if`"):
+        run_lesson_script({STUB: "", **EPOCH, "accuracy = right.sum() / len(right)": inside}, tmp_path, monkeypatch)

@@ -1,0 +1,191 @@
+"""shared.doctor: what is not well is said with its fix, and the exit code tells programs."""
+
+import collections
+import os
+import runpy
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+
+from shared import doctor
+
+GIB = 2**30
+Memory = collections.namedtuple("Memory", "total available")
+Disk = collections.namedtuple("Disk", "total used free")
+
+
+@pytest.fixture(autouse=True)
+def good_machine(monkeypatch):
+    """Every test starts on a machine where all is well, whatever this one is; each then breaks one thing."""
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(16 * GIB, 8 * GIB))
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Disk(100 * GIB, 0, 50 * GIB))
+    monkeypatch.setattr(metadata, "version", installed_as_pinned)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+
+
+def installed_as_pinned(name: str) -> str:
+    """The version that requirements.txt pins `name` to."""
+    pins = (line.partition("#")[0].strip() for line in doctor.REQUIREMENTS.read_text().splitlines())
+    return next(pin.partition("==")[2] for pin in pins if pin.partition("==")[0].partition("[")[0] == name)
+
+
+def failures(capsys) -> list[str]:
+    """The [FAIL] lines of a check, which says False iff there are any."""
+    ready = doctor.check()
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith(("[OK] ", "[FAIL] ")) for line in lines)
+    failed = [line.removeprefix("[FAIL] ") for line in lines if line.startswith("[FAIL]")]
+    assert ready == (not failed)
+    return failed
+
+
+def test_on_a_good_machine_all_is_well(capsys):
+    assert failures(capsys) == []
+
+
+# --- packages --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The packages of an environment, to be filled by the test: name -> version."""
+    packages = {}
+
+    def version(name):
+        if name not in packages:
+            raise metadata.PackageNotFoundError(name)
+        return packages[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    return packages
+
+
+def test_packages_that_differ_from_their_pins_are_named(tmp_path, installed):
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text(
+        "# a comment\n\n-r other.txt\ngood==1.2.3  # needed by all\nold==2.0\n"
+        "ray[train,data]==2.60.0\nranged>=3,<4\n-e .\n"
+    )
+    installed.update(good="1.2.3", old="1.9", ranged="4.1")
+    assert doctor.wrong_packages(requirements) == [
+        "old is 1.9, not ==2.0", "ray is missing", "ranged is 4.1, not <4,>=3",
+    ]  # fmt: skip
+    installed.update(old="2.0", ray="2.60.0", ranged="3.5")
+    assert doctor.wrong_packages(requirements) == []
+
+
+@pytest.mark.parametrize(("version", "fits"), [
+    ("2.15.0", True), ("2.15.0+cu132", True), ("2.15.0+cpu", True), ("2.15.1", False), ("2.16.0.dev1+cu132", False),
+])  # fmt: skip
+def test_how_a_release_was_built_is_no_difference(tmp_path, installed, version, fits):
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("torch==2.15.0\n")
+    installed["torch"] = version
+    assert (doctor.wrong_packages(requirements) == []) == fits
+
+
+def test_a_wrong_package_fails_with_the_command_that_mends_it(capsys, installed):
+    (failure,) = failures(capsys)
+    assert "torch is missing" in failure and "pip install -r requirements.txt" in failure
+
+
+def test_a_package_installed_from_elsewhere_fails(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(doctor, "REQUIREMENTS", tmp_path / "requirements.txt")
+    (failure,) = failures(capsys)
+    assert "pip install -e ." in failure
+
+
+# --- the machine -----------------------------------------------------------------------------------------------------
+
+
+def test_an_old_python_fails(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "version_info", (3, 10, 4, "final", 0))
+    (failure,) = failures(capsys)
+    assert failure == "Python 3.10.4 is too old: install 3.11 or newer, then `make lab`"
+
+
+def test_one_cpu_fails(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {5})
+    (failure,) = failures(capsys)
+    assert failure.startswith("1 CPU: ") and "Use a machine with two or more" in failure
+
+
+def test_cpus_are_counted_where_there_is_no_affinity(capsys, monkeypatch):
+    monkeypatch.delattr(doctor.os, "sched_getaffinity")
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 6)
+    doctor.check()
+    assert "[OK] 6 CPUs" in capsys.readouterr().out
+
+
+def test_little_memory_fails(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(8 * GIB, 1.25 * GIB))
+    (failure,) = failures(capsys)
+    assert failure.startswith("1.2 of 8.0 GiB memory free: lessons need 3 GiB. Close")
+
+
+def test_a_full_disk_fails(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Disk(100 * GIB, 99 * GIB, 0.5 * GIB))
+    (failure,) = failures(capsys)
+    assert failure.startswith("0.5 GiB disk free: ") and "Delete old `runs/` folders" in failure
+
+
+def test_all_that_is_wrong_is_said_at_once(capsys, monkeypatch, installed):
+    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(GIB, GIB))
+    assert len(failures(capsys)) == 3
+
+
+@pytest.mark.parametrize(("has_bf16", "words"), [(True, "bf16"), (False, "no bf16 (use fp32)")])
+def test_each_gpu_is_named_with_its_bf16_support(capsys, monkeypatch, has_bf16, words):
+    class Properties:
+        name, total_memory = "NVIDIA A10G", 24 * GIB
+
+    class OnDevice:
+        def __init__(self, index):
+            pass
+
+        def __enter__(self):
+            pass
+
+        def __exit__(self, *error):
+            pass
+
+    for name, fake in {
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "get_device_properties": lambda index: Properties,
+        "device": OnDevice,
+        "is_bf16_supported": lambda including_emulation: has_bf16 or including_emulation,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    doctor.check()
+    output = capsys.readouterr().out.splitlines()
+    assert [line for line in output if "GPU" in line] == [
+        f"[OK] GPU {index}: NVIDIA A10G, 24 GiB, {words}" for index in (0, 1)
+    ]
+
+
+# --- the program -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("free", "code"), [(50 * GIB, 0), (GIB, 1)])
+def test_the_exit_code_says_whether_all_is_well(capsys, monkeypatch, free, code):
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Disk(100 * GIB, 0, free))
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(doctor.__file__, run_name="__main__")
+    assert caught.value.code == code
+    assert ("[FAIL]" in capsys.readouterr().out) == bool(code)
+
+
+def test_the_environments_programs_come_first_on_the_path(capsys, monkeypatch):
+    programs = str(Path(sys.executable).parent)
+    monkeypatch.setenv("PATH", os.pathsep.join(["/usr/bin", programs]))
+    doctor.check()
+    doctor.check()
+    assert os.environ["PATH"].split(os.pathsep) == [programs, "/usr/bin", programs]

@@ -1,0 +1,218 @@
+"""launch_multinode_ddp.sh: several nodes on this machine, and "remote" ones through a stand-in for ssh."""
+
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+CHAPTER = Path(__file__).parents[1] / "01-ddp-pytorch-only"
+LAUNCHER = CHAPTER / "launch_multinode_ddp.sh"
+SHORT = ["--max-steps", "2", "--batch-size", "16", "--precision", "fp64", "--seed", "3"]
+
+# Records its arguments, then runs the command here in a terminal of its own, as `ssh -tt` has sshd do over there.
+FAKE_SSH = f"""#!{sys.executable}
+import json, os, pty, sys
+with open(os.environ["FAKE_SSH_LOG"], "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+if "nowhere" in sys.argv:
+    sys.exit("ssh: Could not resolve hostname nowhere: Name or service not known")
+command = ["bash", "-c", sys.argv[-1]]
+if "-tt" not in sys.argv:
+    os.execvp("bash", command)
+sys.exit(os.waitstatus_to_exitcode(pty.spawn(command)))
+"""
+
+
+def environment(**changes: str) -> dict[str, str]:
+    names = ("OMP_NUM_THREADS", "PYTHON")
+    return {name: value for name, value in os.environ.items() if name not in names} | changes
+
+
+def launch(*words: str | Path, folder: Path, timeout: float = 120, **changes: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [LAUNCHER, *words], cwd=folder, env=environment(**changes), capture_output=True, text=True, timeout=timeout
+    )
+
+
+def alive(marker: Path) -> list[str]:
+    """The command lines of all processes that name `marker`, a path that only one test uses."""
+    lines = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        line = " ".join(process.info["cmdline"] or [])
+        if str(marker) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
+            lines.append(line)
+    return lines
+
+
+def start_training(words: list[str], folder: Path, marker: Path, **changes: str) -> subprocess.Popen:
+    """Start an endless training and return once it is in its second epoch."""
+    output = open(folder / "output.txt", "w+")  # noqa: SIM115
+    process = subprocess.Popen(
+        [LAUNCHER, *words, "--", "--model", "mlp", "--epochs", "100000", "--storage-path", marker],
+        cwd=folder, env=environment(**changes), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    deadline = time.monotonic() + 120
+    while "epoch 1/" not in (folder / "output.txt").read_text():
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "output.txt").read_text()
+        time.sleep(0.1)
+    return process
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path) -> dict[str, str]:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(FAKE_SSH)
+    (folder / "ssh").chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "FAKE_SSH_LOG": str(tmp_path / "ssh.log")}
+
+
+def test_two_local_nodes_train_as_one_process_does(tmp_path):
+    run = launch("localhost", "localhost", "--", *SHORT, "--metrics-out", "two.jsonl", folder=tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert all(re.match(r"\[node [01] localhost\] ", line) for line in run.stdout.splitlines())
+    assert re.search(r"^\[node [01] localhost\] \[rank 0/2\] done after 2 steps", run.stdout, re.MULTILINE)
+    command = [sys.executable, CHAPTER / "train_ddp.py", *SHORT, "--metrics-out", "one.jsonl"]
+    subprocess.run(command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), check=True, capture_output=True)
+    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.jsonl", "one.jsonl"))
+    assert two["world_size"] == 2 and one["world_size"] == 1 and two["samples_seen"] == one["samples_seen"] == 32
+    assert two["step_losses"] == pytest.approx(one["step_losses"], rel=1e-9)
+    assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-9)
+
+
+def test_a_failing_node_ends_all_others(tmp_path):
+    marker = tmp_path / "storage"
+    process = start_training(["localhost", "localhost"], tmp_path, marker)
+    agents = [child for child in psutil.Process(process.pid).children(recursive=True) if "--rdzv-id" in child.cmdline()]
+    assert len(agents) == 2
+    agents[1].kill()  # SIGKILL: its rank is left without a parent
+    assert process.wait(timeout=30) == 128 + signal.SIGKILL
+    assert re.search(r"\[node [01] localhost\] ended with exit code 137", (tmp_path / "output.txt").read_text())
+    assert alive(marker) == []
+
+
+def test_a_wrong_option_for_the_script_is_said_once_and_ends_all(tmp_path):
+    marker = tmp_path / "storage"
+    run = launch("localhost", "localhost", "--", "--dataset", "nope", "--storage-path", marker, folder=tmp_path)
+    assert run.returncode == 1  # torchrun's; the script's was 2
+    errors = [line for line in run.stdout.splitlines() if "train_ddp.py: error:" in line]
+    assert len(errors) == 1 and "nope" in errors[0]
+    assert alive(marker) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, number):
+    marker = tmp_path / "storage"
+    process = start_training(["localhost", "localhost"], tmp_path, marker)
+    assert len(alive(marker)) >= 5  # the launcher, two agents, two ranks
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 128 + number
+    assert alive(marker) == []
+    assert re.search(r"\[node 0 localhost\] \[rank 0/2\] stopped by .*--resume", (tmp_path / "output.txt").read_text())
+
+
+def test_remote_nodes_end_with_the_launcher(tmp_path, fake_ssh):
+    """Two loopback addresses as hosts, reached through the stand-in for ssh, from a folder with a blank in its name."""
+    folder, marker = tmp_path / "a folder", tmp_path / "storage"
+    folder.mkdir()
+    (folder / "hosts.txt").write_text("# the cluster\n127.0.0.1\n\n  127.0.0.2  # the second\r\n")
+    process = start_training(["--hostfile", "hosts.txt"], folder, marker, OMP_NUM_THREADS="1", **fake_ssh)
+    calls = [json.loads(line) for line in Path(fake_ssh["FAKE_SSH_LOG"]).read_text().splitlines()]
+    checks, agents = [call for call in calls if "-n" in call], [call for call in calls if "-tt" in call]
+    assert [call[-2] for call in checks] == ["127.0.0.1", "127.0.0.2"] == sorted(call[-2] for call in agents)
+    assert all("OMP_NUM_THREADS=1" in call[-1] and "BatchMode=yes" in call for call in agents)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=20) == 130
+    assert alive(marker) == []
+    text = (folder / "output.txt").read_text()
+    assert "[node 0 127.0.0.1] [rank 0/2] stopped by SIG" in text and "\r" not in text
+
+
+def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path, fake_ssh):
+    words = ["gpu-1", "me@gpu-2", "--nproc-per-node", "8", "--port", "1234", "--dry-run", "--", "--run-name", "it's a name"]
+    run = launch(*words, folder=tmp_path, PYTHON="/opt/py thon", NCCL_DEBUG="INFO", **fake_ssh)
+    assert run.returncode == 0 and not Path(fake_ssh["FAKE_SSH_LOG"]).exists()
+    comments = [line for line in run.stdout.splitlines() if line.startswith("#")]
+    assert comments == ["# node 0, gpu-1", "# node 1, me@gpu-2"]
+    ids = set()
+    for host, line in zip(["gpu-1", "me@gpu-2"], run.stdout.splitlines()[1::2], strict=True):
+        *ssh, destination, remote = shlex.split(line)
+        assert ssh[:2] == ["ssh", "-tt"] and destination == host
+        words = shlex.split(remote)
+        assert words[:5] == ["cd", str(tmp_path), "&&", "exec", "env"] and "NCCL_DEBUG=INFO" in words
+        torchrun = words[words.index("/opt/py thon") + 1 :]
+        options = dict(zip(torchrun[2:-3:2], torchrun[3:-3:2], strict=True))
+        ids.add(options.pop("--rdzv-id"))
+        assert torchrun[:2] == ["-m", "torch.distributed.run"]
+        assert options == {
+            "--nnodes": "2", "--nproc-per-node": "8", "--rdzv-backend": "c10d", "--rdzv-endpoint": "gpu-1:1234",
+            "--local-addr": host.removeprefix("me@"),
+        }  # fmt: skip
+        assert torchrun[-3:] == [str(CHAPTER / "train_ddp.py"), "--run-name", "it's a name"]
+    assert len(ids) == 1
+
+
+def test_dry_run_of_local_nodes_can_be_pasted(tmp_path):
+    runs = [launch("localhost", "localhost", "--dry-run", "--", "--help", folder=tmp_path) for _ in range(2)]
+    first, second = (run.stdout.splitlines() for run in runs)
+    assert first[0] == "# node 0, localhost" and first[1] == first[3]
+    assert "OMP_NUM_THREADS=1" in first[1] and re.search(r"--rdzv-endpoint 127\.0\.0\.1:\d+ ", first[1])
+    assert first[1] != second[1]  # an id of its own for each launch
+    script = f"{first[1]} & one=$!; {first[3]} & wait $! && wait $one"
+    pasted = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert pasted.returncode == 0 and pasted.stdout.count("--resume") >= 1, pasted.stderr
+
+
+def test_help_is_the_manual(tmp_path):
+    for option in ("-h", "--help"):
+        run = launch(option, folder=tmp_path)
+        assert run.returncode == 0 and run.stderr == ""
+        for word in ("HOST", "--nproc-per-node", "--port", "--hostfile", "--dry-run", "PYTHON", "ssh"):
+            assert word in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ([], "no host"),
+        (["--", "--epochs", "1"], "no host"),
+        (["localhost", "--hosts", "x", "--", "--epochs", "1"], "unknown option --hosts"),
+        (["localhost", "--epochs", "1"], "unknown option --epochs"),
+        (["localhost", "--"], "behind --"),
+        (["localhost"], "behind --"),
+        (["localhost", "--port"], "--port needs a value"),
+        (["localhost", "--port", "--", "--epochs", "1"], "--port needs a value"),
+        (["localhost", "--port", "70000", "--", "--epochs", "1"], "70000"),
+        (["localhost", "--nproc-per-node", "0", "--", "--epochs", "1"], "--nproc-per-node 0"),
+        (["localhost", "--hostfile", "no-such-file", "--", "--epochs", "1"], "cannot read the hostfile no-such-file"),
+        (["--hostfile", "wide.txt", "--", "--epochs", "1"], '"gpu-1 slots=8" is no host name'),
+        (["localhost", "gpu-1", "--", "--epochs", "1"], "localhost"),
+        (["-oProxyCommand=x", "--", "--epochs", "1"], "unknown option -oProxyCommand=x"),
+        (["127.0.0.1", "nowhere", "--", "--epochs", "1"], "nowhere is not ready: ssh: Could not resolve hostname"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(tmp_path, fake_ssh, words, expected):
+    (tmp_path / "wide.txt").write_text("gpu-1 slots=8\n")
+    run = launch(*words, folder=tmp_path, **fake_ssh)
+    assert run.returncode == 2 and run.stdout == ""
+    assert run.stderr.count("\n") == 1 and expected in run.stderr, run.stderr
+
+
+def test_a_host_without_the_workshop_and_a_missing_python_and_a_busy_port_are_found_first(tmp_path, fake_ssh):
+    run = launch("127.0.0.1", "--", "--epochs", "1", folder=tmp_path, PYTHON="/no/python", **fake_ssh)
+    assert run.returncode == 2 and "127.0.0.1 is not ready" in run.stderr and "/no/python" in run.stderr
+    run = launch("localhost", "--", "--epochs", "1", folder=tmp_path, PYTHON="/no/python")
+    assert run.returncode == 2 and "/no/python" in run.stderr and run.stderr.count("\n") == 1
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        run = launch("localhost", "--port", port, "--", "--epochs", "1", folder=tmp_path)
+        assert run.returncode == 2 and f"port {port} is in use" in run.stderr

@@ -1,0 +1,71 @@
+"""shared.models: shapes, and what a normalisation layer knows of the rest of the batch."""
+
+import pickle
+
+import pytest
+import torch
+
+from shared import models
+
+
+@pytest.mark.parametrize("norm", ["group", "batch"])
+@pytest.mark.parametrize(("in_channels", "size", "num_classes"), [(1, 8, 10), (1, 28, 10), (3, 32, 7)])
+def test_resnet18_gives_a_score_a_class_for_images_of_any_size(norm, in_channels, size, num_classes):
+    model = models.resnet18(in_channels, num_classes, norm)
+    assert model(torch.randn(2, in_channels, size, size)).shape == (2, num_classes)
+
+
+def test_resnet18_does_not_shrink_a_small_image_before_its_first_block():
+    model, seen = models.resnet18(), []
+    model.layer1.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0].shape))
+    model(torch.randn(2, 1, 8, 8))
+    assert seen == [(2, 64, 8, 8)]
+
+
+def test_resnet18_has_the_parameters_that_the_lessons_name():
+    assert sum(p.numel() for p in models.resnet18().parameters()) == 11_172_810
+
+
+def norm_depends_on_batch(norm: str) -> bool:
+    """Whether a training-mode ResNet's output for one image changes with the other images of the batch."""
+    torch.manual_seed(0)
+    model = models.resnet18(norm=norm).double().train()
+    images = torch.randn(6, 1, 8, 8, dtype=torch.float64)
+    return not torch.allclose(model(images)[:2], model(images[:2]), rtol=1e-9, atol=1e-9)
+
+
+def test_group_norm_treats_each_sample_by_itself_and_batch_norm_does_not():
+    assert not norm_depends_on_batch("group")
+    assert norm_depends_on_batch("batch")
+
+
+@pytest.mark.parametrize("name", models.IMAGE_MODELS)
+def test_build_makes_every_model_it_names_and_each_can_be_pickled(name):
+    model = models.build(name, (3, 12, 8), 5)
+    assert model(torch.randn(4, 3, 12, 8)).shape == (4, 5)
+    assert str(pickle.loads(pickle.dumps(model))) == str(model)
+
+
+def test_build_gives_the_norm_that_the_name_says():
+    def kinds(name):
+        return {type(module).__name__ for module in models.build(name, (1, 8, 8), 10).modules()}
+
+    assert "GroupNorm" in kinds("resnet18") and "BatchNorm2d" not in kinds("resnet18")
+    assert "BatchNorm2d" in kinds("resnet18-batchnorm") and "GroupNorm" not in kinds("resnet18-batchnorm")
+
+
+def test_unknown_names_are_refused_with_the_known_ones():
+    with pytest.raises(ValueError, match="unknown model 'vgg'; use one of resnet18, resnet18-batchnorm, mlp"):
+        models.build("vgg", (1, 8, 8), 10)
+    with pytest.raises(ValueError, match="unknown norm 'layer'; use one of group, batch"):
+        models.resnet18(norm="layer")
+
+
+def test_mlp_flattens_its_input_and_drops_only_in_training():
+    torch.manual_seed(0)
+    model, images = models.MLP(input_dim=64, hidden_dim=32, dropout=0.5), torch.randn(5, 1, 8, 8)
+    assert model(images).shape == (5, 10)
+    assert not torch.equal(model(images), model(images))
+    model.eval()
+    assert torch.equal(model(images), model(images))
+    assert torch.equal(model(images), model(images.flatten(1)))

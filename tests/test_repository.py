@@ -1,0 +1,204 @@
+"""Rules for all files of the repository, each proven to catch what it is for."""
+
+import ast
+import io
+import json
+import re
+import tokenize
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from notebook_rules import ROOT, dead_links, repository_files
+
+CODE_LINES_IN_SHARED = 1200
+SHARED = sorted((ROOT / "shared").glob("*.py"))
+
+
+def text_of(path: Path) -> str:
+    """What a reader sees of a file: for a notebook all of its strings, for one that is no text nothing."""
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        return ""
+    return "\n".join(strings(json.loads(text))) if path.suffix == ".ipynb" else text
+
+
+def strings(value: object) -> Iterator[str]:
+    """All strings in JSON data."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from strings(each)
+
+
+# [p] is p: so that this file keeps its own rules.
+PACKAGE_HOSTS = re.compile(
+    r"[p]ypi\.org|[p]ythonhosted\.org|[a]naconda\.(org|com|cloud)|[d]ownload\.pytorch\.org|[n]pmjs\.(org|com)"
+    r"|[y]arnpkg\.com|[p]roxy\.golang\.org|[c]rates\.io|/simple/?\s*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+MACHINE_PATHS = re.compile(r"(?<![\w./:-])/(?:work|root)/|(?<![\w./-])/home/\w|(?<![\w./-])/Users/\w|\b[A-Z]:\\Users\\")
+
+
+def package_hosts(text: str) -> list[str]:
+    """Where packages come from is each machine's own affair: mirrors and wheelhouses must keep working."""
+    return [found.group() for found in PACKAGE_HOSTS.finditer(text)]
+
+
+def machine_paths(text: str) -> list[str]:
+    """A path that only one machine has."""
+    return [text[found.start() : found.start() + 40].partition("\n")[0] for found in MACHINE_PATHS.finditer(text)]
+
+
+def undocumented(source: str) -> list[str]:
+    """Public top-level functions and classes without a docstring or with parameters without annotations."""
+    violations = []
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in ast.parse(source).body:
+        if not isinstance(node, kinds) or node.name.startswith("_"):
+            continue
+        if ast.get_docstring(node) is None:
+            violations.append(f"{node.name} has no docstring")
+        functions = [node]
+        if isinstance(node, ast.ClassDef):
+            methods = [each for each in node.body if isinstance(each, kinds[:2])]
+            functions = [each for each in methods if each.name == "__init__" or not each.name.startswith("_")]
+        for function in functions:
+            name = function.name if function is node else f"{node.name}.{function.name}"
+            parameters = [*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs]
+            bare = [each.arg for each in parameters if each.annotation is None and each.arg not in ("self", "cls")]
+            if bare:
+                violations.append(f"{name}: no annotation for {', '.join(bare)}")
+    return violations
+
+
+def code_lines(source: str) -> int:
+    """Lines that hold code: docstrings, comments and blank lines do not count."""
+    tree, documented = ast.parse(source), set()
+    for node in ast.walk(tree):
+        kinds = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+        if isinstance(node, kinds) and ast.get_docstring(node, clean=False) is not None:
+            documented |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    nothing = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+    lines = set()
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type not in nothing:
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - documented)
+
+
+# --- applied ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [package_hosts, machine_paths])
+def test_no_file_holds(rule: Callable[[str], list[str]]):
+    found = {path.relative_to(ROOT).as_posix(): rule(text_of(path)) for path in repository_files()}
+    assert len(found) > 10
+    assert {path: words for path, words in found.items() if words} == {}, rule.__doc__
+
+
+def test_links_and_pictures_of_all_markdown_files_lead_somewhere():
+    violations = [
+        f"{path.relative_to(ROOT)}: {violation}"
+        for path in repository_files() if path.suffix == ".md" for violation in dead_links(path, path.read_text())
+    ]  # fmt: skip
+    assert violations == []
+
+
+def test_drawings_fetch_nothing():
+    drawings = [path for path in repository_files() if path.suffix == ".svg"]
+    assert [
+        path
+        for path in drawings
+        if re.search(r"""<image\s[^>]*href=["']https?:|@import|url\(https?:""", path.read_text())
+    ] == []
+
+
+@pytest.mark.parametrize("path", SHARED, ids=lambda path: path.name)
+def test_what_shared_offers_is_documented(path):
+    assert undocumented(path.read_text()) == []
+
+
+def test_shared_stays_small():
+    counted = {path.name: code_lines(path.read_text()) for path in SHARED if path.name != "checks.py"}
+    assert sum(counted.values()) <= CODE_LINES_IN_SHARED, counted
+
+
+# --- proven ----------------------------------------------------------------------------------------------------------
+
+
+# A dot in the middle, taken out by the test: so that this file keeps its own rules.
+@pytest.mark.parametrize("text", [
+    "pip install -i https://py·pi.org/simple torch", "https://files.python·hosted.org/x", "-c conda.ana·conda.org",
+    "--extra-index-url https://down·load.pytorch.org/whl/cpu", "registry.npm·js.org", "http://mirror.local/simple·/",
+])  # fmt: skip
+def test_package_hosts_are_found(text):
+    assert package_hosts(text.replace("·", ""))
+
+
+@pytest.mark.parametrize(
+    "text", ["pip install torch", "simple models", "see https://pytorch.org/docs", "a/simple/path"]
+)
+def test_other_hosts_are_not(text):
+    assert package_hosts(text) == []
+
+
+@pytest.mark.parametrize("text", [
+    "cd /·work/main", "'/·root/.cache'", "path=/·home/alice/x", "/·Users/bob", "C:\\·Users\\eve", "(/·work/shared)",
+])  # fmt: skip
+def test_machine_paths_are_found(text):
+    assert machine_paths(text.replace("·", ""))
+
+
+@pytest.mark.parametrize(
+    "text", ["/tmp/x", "~/x", "/usr/bin/env", "https://example.org/work/a", "frame/work/", "./home/x", "$HOME/x"]
+)
+def test_other_paths_are_not(text):
+    assert machine_paths(text) == []
+
+
+def test_a_notebook_is_read_as_its_reader_sees_it(tmp_path):
+    path = tmp_path / "a.ipynb"
+    path.write_text(json.dumps({"cells": [{"source": ["# a title\n", "| a table |"]}]}))
+    assert text_of(path).splitlines()[0] == "# a title"
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff")
+    assert text_of(tmp_path / "picture.png") == ""
+
+
+@pytest.mark.parametrize(("source", "violations"), [
+    ("def f(x: int): pass", ["f has no docstring"]),
+    ("def f(x, *, y):\n    'Doc.'", ["f: no annotation for x, y"]),
+    ("class A:\n    'Doc.'\n    def __init__(self, x): pass", ["A.__init__: no annotation for x"]),
+    ("class A:\n    'Doc.'\n    @classmethod\n    def make(cls, x): pass", ["A.make: no annotation for x"]),
+    ("class A: pass", ["A has no docstring"]),
+    ("def _f(x): pass\nclass _A: pass\ndef f(*args, **kwargs):\n    'Doc.'\n    def inner(x): pass", []),
+    ("class A:\n    'Doc.'\n    def __exit__(self, *error): pass\n    def _private(self, x): pass", []),
+])  # fmt: skip
+def test_missing_documentation_is_found(source, violations):
+    assert undocumented(source) == violations
+
+
+def test_lines_of_code_are_counted():
+    source = (
+        '"""A module."""\n\nimport os  # 1\n\n# a comment\ndef f(\n    a,\n):\n    """Of two\n\n    lines."""\n'
+        '    x = """not a\n    docstring"""\n\n    return x\n'
+    )
+    assert code_lines(source) == 1 + 3 + 2 + 1
+
+
+def test_ignored_files_are_left_out_and_new_ones_are_not(tmp_path):
+    for name in (
+        "kept.md",
+        "runs/a.md",
+        "01-a/runs/b/a.md",
+        ".venv/lib/a.py",
+        "01-a/kept.py",
+        ".git/config",
+        ".ci/run",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    names = [path.relative_to(tmp_path).as_posix() for path in repository_files(tmp_path)]
+    assert sorted(names) == [".ci/run", "01-a/kept.py", "kept.md"]
