@@ -68,6 +68,7 @@ def main() -> None:
     # [5] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
         samples_per_second = train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
+        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         metrics = cli.finish_epoch(progress, len(splits.train), {
             **evaluate(model, val_loader, worker),
             "samples_per_second": samples_per_second,

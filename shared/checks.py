@@ -66,7 +66,7 @@ def expect_close(seen: float, expected: float, what: str, tolerance: float = 1e-
 
 
 def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 60) -> str:
-    """Run a script with `nproc` ranks under torchrun and return what it printed, rank after rank.
+    """Run a script with `nproc` ranks under torchrun, on CPUs, and return what it printed, rank after rank.
 
     Raises NotImplementedError where the script did, and Wrong with the end of its errors, or for a hang of `timeout`
     seconds.
@@ -76,7 +76,7 @@ def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 60) ->
         options = ["--standalone", "--nproc-per-node", str(nproc), "--redirects", "1", "--log-dir", logs]
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options, str(path), *args],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         )  # fmt: skip
         try:
             errors = process.communicate(timeout=timeout)[1]

@@ -70,6 +70,8 @@ def join(timeout_s: float = 600) -> Worker:
         # Binding the device makes NCCL connect now, so that a wrong network shows here and not in the first step.
         device_id=device if device.type == "cuda" else None,
     )
+    # A rank that leaves while another one is still connecting would break that one's start.
+    dist.barrier()
     # The store outlives a restart, and so counts the attempts that came this far on any node.
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
     if rank == 0:
@@ -148,6 +150,13 @@ def from_rank_zero(value: object) -> object:
     box = [value]
     dist.broadcast_object_list(box, src=0)
     return box[0]
+
+
+def broadcast_buffers(model: torch.nn.Module) -> None:
+    """Give every rank rank 0's buffers (BatchNorm's running statistics), those that a checkpoint holds. Collective."""
+    if dist.is_initialized():
+        for buffer in model.buffers():
+            dist.broadcast(buffer, src=0)
 
 
 @contextmanager

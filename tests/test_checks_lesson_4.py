@@ -1,0 +1,98 @@
+"""The checks of lesson 1.4: right answers pass, the stub and plausible wrong ones are rejected with help."""
+
+import math
+
+import pytest
+from test_checks import assert_accepts, assert_rejects, stub
+
+from shared import checks
+
+
+@pytest.mark.parametrize("check", [checks.exercise_1_10, checks.exercise_1_11])
+def test_a_stub_is_not_done_yet(check, capsys):
+    assert_rejects(check, stub, "not done yet", capsys)
+
+
+def test_1_10_accepts(capsys):
+    assert_accepts(checks.exercise_1_10, lambda rates: {n: rates[n] / (n * rates[1]) for n in rates}, capsys)
+
+
+@pytest.mark.parametrize(("answer", "because"), [
+    (lambda rates: {n: rates[n] / rates[1] for n in rates}, "2 processes is 1.6, expected 0.8. That is the speed-up"),
+    (lambda rates: {n: rates[n] / n for n in rates}, "the efficiency of 1 processes is 300, expected 1"),
+    (lambda rates: {n: n * rates[1] / rates[n] for n in rates}, "the efficiency of 2 processes is 1.25, expected 0.8"),
+    (lambda rates: [rates[n] / (n * rates[1]) for n in rates], "return a dict with the same keys, 1, 2 and 4"),
+])  # fmt: skip
+def test_1_10_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_1_10, answer, because, capsys)
+
+
+def verdict(reference, port):
+    if len(reference) != len(port) or not math.isclose(reference[0], port[0], rel_tol=1e-5):
+        return "bug"
+    return "same" if reference == port else "rounding"
+
+
+def by_every_step(reference, port):
+    pairs = zip(reference, port, strict=True)
+    close = all(math.isclose(one, other, rel_tol=1e-5) for one, other in pairs)
+    return "same" if reference == port else "rounding" if close else "bug"
+
+
+def without_lengths(reference, port):
+    return verdict(reference[: len(port)], port)
+
+
+def by_the_last_step(reference, port):
+    if len(reference) != len(port):
+        return "bug"
+    return "same" if reference[-1] == port[-1] else "rounding"
+
+
+def test_1_11_accepts(capsys):
+    assert_accepts(checks.exercise_1_11, verdict, capsys)
+
+
+@pytest.mark.parametrize(("answer", "because"), [
+    (by_every_step, "you say 'bug', expected 'rounding': the first step agrees to 1e-7"),
+    (by_the_last_step, "you say 'same', expected 'bug': the first step is off by 0.4 %"),
+    (without_lengths, "you say 'same', expected 'bug': a step is missing"),
+    (lambda reference, port: None, "you say None, expected 'same'"),
+])  # fmt: skip
+def test_1_11_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_1_11, answer, because, capsys)
+
+
+@pytest.fixture
+def printed(monkeypatch):
+    """Lets a test say what the learner's script prints on two ranks, or how it fails, without starting any."""
+
+    def prints(outcome):
+        def run_script(path, nproc, timeout):
+            assert (path, nproc) == ("exercise.py", 2)
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(checks, "run_script", run_script)
+
+    return prints
+
+
+def test_1_12_accepts(printed, capsys):
+    printed("hello from rank 0\nmean loss 1.5\nhello from rank 1\n")
+    assert_accepts(checks.exercise_1_12, "exercise.py", capsys)
+
+
+@pytest.mark.parametrize(("outcome", "because"), [
+    (NotImplementedError(), "not done yet"),
+    ("mean loss 1.5\nmean loss 1.5\n", "2 lines with `mean loss` from 2 ranks, expected one"),
+    ("", "0 lines with `mean loss` from 2 ranks"),
+    ("mean loss 3.0\n", "the mean loss of 2 ranks is 3, expected 1.5. Divide the sum by the world size."),
+    ("mean loss 1.0\n", "the mean loss of 2 ranks is 1, expected 1.5. Is it the mean over ALL ranks?"),
+    ("mean loss tensor([1.5])\n", "should be a number, and is 'tensor([1.5])'"),
+    (checks.Wrong("it hangs: no end after 40 s."), "not right yet: it hangs"),
+])  # fmt: skip
+def test_1_12_rejects(outcome, because, printed, capsys):
+    printed(outcome)
+    assert_rejects(checks.exercise_1_12, "exercise.py", because, capsys)
