@@ -20,7 +20,8 @@ Remote hosts run in this folder's path. The workshop and its Python must be at t
 work without a password, and every NAME must lead to its host from every other one. The Python is $PYTHON, by default
 the workshop's .venv/bin/python if there is one, else python3. Handed on to remote hosts from the environment: PET_*,
 NCCL_*, GLOO_*, TORCH_*, CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS. Nodes that share a machine get OMP_NUM_THREADS=1 unless
-it is set. torchrun reads its other options from PET_*: for its --max-restarts 2 set PET_MAX_RESTARTS=2.
+it is set, and each its own GPUs, or none where these are fewer than the processes. torchrun reads its other options
+from PET_*: for its --max-restarts 2 set PET_MAX_RESTARTS=2.
 
 Every line of output begins with its node, numbered as you listed them. torchrun numbers nodes by itself (GROUP_RANK),
 in the order of their names as text; rank 0, which writes checkpoints and metrics, is on the first of those.
@@ -87,27 +88,36 @@ script=$repository/01-ddp-pytorch-only/train_ddp.py
 [[ -n ${PYTHON:-} ]] || { PYTHON=$repository/.venv/bin/python && [[ -x $PYTHON ]]; } || PYTHON=python3
 launch_id=launch-$(date +%Y%m%d-%H%M%S)-$$
 ssh_options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o LogLevel=ERROR)
-first=${hosts[0]##*@} variables=() command=()
+first=${hosts[0]##*@} variables=() gpus=() command=()
 if ((num_local)); then
     first=127.0.0.1
     "$PYTHON" -c '' 2>/dev/null || fail "PYTHON=$PYTHON does not run"
     bind='import socket, sys; s = socket.create_server(("", int(sys.argv[1]))); print(s.getsockname()[1])'
     free_port=$("$PYTHON" -c "$bind" "${port:-0}" 2>/dev/null) || fail "port $port is in use on this machine; try another"
     port=$free_port
-    ((num_local == 1)) || variables=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")
+    if ((num_local > 1)); then # they share the machine
+        [[ $nproc != gpu ]] || fail "--nproc-per-node gpu: nodes that share a machine need a number"
+        variables=("OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}")
+        all_gpus=$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd, -)
+        IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES-$all_gpus}"
+    fi
 else
     for name in $(compgen -e); do
         [[ ! $name =~ ^(PET_|NCCL_|GLOO_|TORCH_|CUDA_VISIBLE_DEVICES$|OMP_NUM_THREADS$) ]] || variables+=("$name=${!name}")
     done
 fi
-((${#variables[@]} == 0)) || variables=(env "${variables[@]}")
 
 compose() { # compose NUMBER: set `command` to that node's
-    local host=${hosts[$1]} address=${hosts[$1]##*@}
+    local host=${hosts[$1]} address=${hosts[$1]##*@} own=("${variables[@]}")
     [[ $host != localhost ]] || address=$first
+    if ((${#gpus[@]})); then
+        ((${#gpus[@]} >= num_local * nproc)) || gpus=('') # fewer than ranks: the CPU
+        own+=("CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${gpus[*]:$1*nproc:nproc}")")
+    fi
+    ((${#own[@]} == 0)) || own=(env "${own[@]}")
     # Left alone, torchrun decides by its host name whether it is the meeting point, and may be wrong (is_host), and
     # tells the others that name instead of the one they know (--local-addr).
-    command=("${variables[@]}" "$PYTHON" -m torch.distributed.run --nnodes "${#hosts[@]}" --nproc-per-node "$nproc"
+    command=("${own[@]}" "$PYTHON" -m torch.distributed.run --nnodes "${#hosts[@]}" --nproc-per-node "$nproc"
         --rdzv-id "$launch_id" --rdzv-backend c10d --rdzv-endpoint "$first:${port:-29500}"
         --rdzv-conf "is_host=$(($1 == 0))${PET_RDZV_CONF:+,$PET_RDZV_CONF}" --local-addr "$address"
         "$script" "${arguments[@]}")

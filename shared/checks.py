@@ -3,6 +3,7 @@
 In a lesson a check prints what is still wrong; with `strict=True`, as in the solutions, it raises AssertionError.
 """
 
+import argparse
 import contextlib
 import copy
 import functools
@@ -20,6 +21,7 @@ from pathlib import Path
 import psutil
 import torch
 import torch.nn.functional as F
+from torch.distributed.run import get_args_parser
 
 from shared import models
 
@@ -71,12 +73,15 @@ def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 60) ->
     Raises NotImplementedError where the script did, and Wrong with the end of its errors, or for a hang of `timeout`
     seconds.
     """
+    if re.search(r"^raise NotImplementedError", Path(path).read_text(), flags=re.MULTILINE):
+        raise NotImplementedError  # the stub as it was given: no need to start it
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as logs:
         # Each rank prints into a file of its own: in a common one their lines would run into each other.
         options = ["--standalone", "--nproc-per-node", str(nproc), "--redirects", "1", "--log-dir", logs]
         process = subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", *options, str(path), *args],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
         )  # fmt: skip
         try:
             errors = process.communicate(timeout=timeout)[1]
@@ -374,3 +379,73 @@ def exercise_1_12(script: str | Path) -> None:
 
 
 # --- Lesson 1.5: two nodes ------------------------------------------------------------------------------------------
+
+
+@exercise("1.13", "a node's ranks follow one another: rank = the processes on the nodes before it + local rank.")
+def exercise_1_13(answer: tuple[Callable, Callable]) -> None:
+    """(place_of, rank_of), where processes[i] is the number of processes on node i:
+
+    place_of(rank, processes) -> (node, local_rank), and rank_of(node, local_rank, processes) -> rank.
+    """
+    place_of, rank_of = answer
+    for processes in ([2, 2], [4, 4, 4], [1, 1, 1], [4, 2, 8]):
+        places = [(node, local_rank) for node, count in enumerate(processes) for local_rank in range(count)]
+        for rank, (node, local_rank) in enumerate(places):
+            # What is right only where all nodes have as many processes as the first, or as this one.
+            for call, seen, expected, guesses in (
+                (f"place_of({rank}, {processes})", place_of(rank, processes), (node, local_rank),
+                 [divmod(rank, processes[0])]),
+                (f"rank_of({node}, {local_rank}, {processes})", rank_of(node, local_rank, processes), rank,
+                 [node * processes[0] + local_rank, node * processes[node] + local_rank]),
+            ):  # fmt: skip
+                if seen != expected:
+                    hint = "Node 0 has the first ranks, node 1 the next ones, and so on; all numbers count from 0."
+                    if seen in guesses:
+                        hint = "That is right where all nodes have equally many processes: add up the nodes before."
+                    raise Wrong(f"{call} is {expected}; you say {seen!r}. {hint}")
+
+
+def parse_torchrun(words: list[str]) -> argparse.Namespace:
+    """torchrun's own reading of a command line. Raises Wrong with torchrun's message for one that it refuses."""
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise Wrong(f"return a list of strings, one a word, numbers too (str(8)); yours is {words!r}")
+    if words[1:3] == ["-m", "torch.distributed.run"]:
+        words = words[2:]
+    elif words[:1] != ["torchrun"]:
+        raise Wrong(f"the first word should be torchrun, and is {words[0]!r}" if words else "the list is empty")
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return get_args_parser().parse_args(words[1:])
+    except SystemExit:
+        raise Wrong(f"torchrun refuses it: {errors.getvalue().strip().rpartition('error: ')[2]}") from None
+
+
+@exercise("1.14", "the same command on every node: the agents settle between them who is who.")
+def exercise_1_14(node_command: Callable[[int, list[str], int, list[str]], list[str]]) -> None:
+    """node_command(node, hosts, nproc, arguments) -> the words of the torchrun command for that node."""
+    for hosts, nproc, arguments in ((["gpu-1", "gpu-2"], 8, ["--epochs", "5"]), (["a", "b", "c"], 1, ["--nnodes"])):
+        answers = [node_command(node, list(hosts), nproc, list(arguments)) for node in range(len(hosts))]
+        commands = [parse_torchrun(words) for words in answers]
+        for node, (host, command) in enumerate(zip(hosts, commands, strict=True)):
+            where = f"node {node} ({host}) of {hosts}"
+            if command.standalone:
+                raise Wrong("--standalone means this machine alone: with it every node trains by itself")
+            if [command.training_script, *command.training_script_args] != ["train_ddp.py", *arguments]:
+                seen = [command.training_script, *command.training_script_args]
+                raise Wrong(f"torchrun's options, then train_ddp.py and {arguments}; on {where} that end is {seen}")
+            for option, seen, expected in (
+                ("--nnodes", command.nnodes, str(len(hosts))),
+                ("--nproc-per-node", command.nproc_per_node, str(nproc)),
+                ("--rdzv-backend", command.rdzv_backend, "c10d"),
+            ):
+                if seen != expected:
+                    raise Wrong(f"on {where}, {nproc} processes a node, {option} should be {expected}, and is {seen}")
+            if command.rdzv_endpoint.partition(":")[0] != hosts[0]:
+                hint = f"All meet at one place: --rdzv-endpoint {hosts[0]}:29500, on every node."
+                raise Wrong(f"on {where} --rdzv-endpoint is {command.rdzv_endpoint or 'missing'}. {hint}")
+        if len({command.rdzv_endpoint for command in commands}) > 1:
+            raise Wrong(f"the nodes knock at several ports: {[command.rdzv_endpoint for command in commands]}")
+        ids = [command.rdzv_id for command in commands]
+        if len(set(ids)) > 1 or ids[0] == "none":
+            raise Wrong(f"one launch has one --rdzv-id, the same on every node; yours are {ids}")

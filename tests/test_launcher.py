@@ -17,6 +17,7 @@ import pytest
 CHAPTER = Path(__file__).parents[1] / "01-ddp-pytorch-only"
 LAUNCHER = CHAPTER / "launch_multinode_ddp.sh"
 SHORT = ["--max-steps", "2", "--batch-size", "16", "--precision", "fp64", "--seed", "3"]
+CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the stand-in for ssh leads back to this machine: its nodes would share a GPU
 
 # Records its arguments, then runs the command here in a terminal of its own, as `ssh -tt` has sshd do over there.
 FAKE_SSH = f"""#!{sys.executable}
@@ -33,7 +34,7 @@ sys.exit(os.waitstatus_to_exitcode(pty.spawn(command)))
 
 
 def environment(**changes: str) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "PYTHON")
+    names = ("OMP_NUM_THREADS", "PYTHON", "CUDA_VISIBLE_DEVICES")
     return {name: value for name, value in os.environ.items() if name not in names} | changes
 
 
@@ -58,7 +59,7 @@ def start_training(words: list[str], folder: Path, marker: Path, **changes: str)
     output = open(folder / "output.txt", "w+")  # noqa: SIM115
     process = subprocess.Popen(
         [LAUNCHER, *words, "--", "--model", "mlp", "--epochs", "100000", "--storage-path", marker],
-        cwd=folder, env=environment(**changes), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        cwd=folder, env=environment(**CPU, **changes), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while "epoch 1/" not in (folder / "output.txt").read_text():
@@ -77,12 +78,12 @@ def fake_ssh(tmp_path: Path) -> dict[str, str]:
 
 
 def test_two_local_nodes_train_as_one_process_does(tmp_path):
-    run = launch("localhost", "localhost", "--", *SHORT, "--metrics-out", "two.jsonl", folder=tmp_path)
+    run = launch("localhost", "localhost", "--", *SHORT, "--metrics-out", "two.jsonl", folder=tmp_path, **CPU)
     assert run.returncode == 0, run.stdout + run.stderr
     assert all(re.match(r"\[node [01] localhost\] ", line) for line in run.stdout.splitlines())
     assert re.search(r"^\[node [01] localhost\] \[rank 0/2\] done after 2 steps", run.stdout, re.MULTILINE)
     command = [sys.executable, CHAPTER / "train_ddp.py", *SHORT, "--metrics-out", "one.jsonl"]
-    subprocess.run(command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1"), check=True, capture_output=True)
+    subprocess.run(command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1", **CPU), check=True, capture_output=True)
     two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.jsonl", "one.jsonl"))
     assert two["world_size"] == 2 and one["world_size"] == 1 and two["samples_seen"] == one["samples_seen"] == 32
     assert two["step_losses"] == pytest.approx(one["step_losses"], rel=1e-9)
@@ -102,7 +103,7 @@ def test_a_failing_node_ends_all_others(tmp_path):
 
 def test_a_wrong_option_for_the_script_is_said_once_and_ends_all(tmp_path):
     marker = tmp_path / "storage"
-    run = launch("localhost", "localhost", "--", "--dataset", "nope", "--storage-path", marker, folder=tmp_path)
+    run = launch("localhost", "localhost", "--", "--dataset", "nope", "--storage-path", marker, folder=tmp_path, **CPU)
     assert run.returncode == 1  # torchrun's; the script's was 2
     errors = [line for line in run.stdout.splitlines() if "train_ddp.py: error:" in line]
     assert len(errors) == 1 and "nope" in errors[0]
@@ -117,7 +118,9 @@ def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, number):
     process.send_signal(number)
     assert process.wait(timeout=20) == 128 + number
     assert alive(marker) == []
-    assert re.search(r"\[node [01] localhost\] \[rank 0/2\] stopped by .*--resume", (tmp_path / "output.txt").read_text())
+    assert re.search(
+        r"\[node [01] localhost\] \[rank 0/2\] stopped by .*--resume", (tmp_path / "output.txt").read_text()
+    )
 
 
 def test_remote_nodes_end_with_the_launcher(tmp_path, fake_ssh):
@@ -138,13 +141,15 @@ def test_remote_nodes_end_with_the_launcher(tmp_path, fake_ssh):
 
 
 def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path, fake_ssh):
-    words = ["gpu-1", "me@gpu-2", "--nproc-per-node", "8", "--port", "1234", "--dry-run", "--", "--run-name", "it's a name"]
-    run = launch(*words, folder=tmp_path, PYTHON="/opt/py thon", NCCL_DEBUG="INFO", PET_RDZV_CONF="join_timeout=60", **fake_ssh)
+    hosts, arguments = ["gpu-1", "me@gpu-2"], ["--run-name", "it's a name"]
+    words = [*hosts, "--nproc-per-node", "8", "--port", "1234", "--dry-run", "--", *arguments]
+    changes = {"PYTHON": "/opt/py thon", "NCCL_DEBUG": "INFO", "PET_RDZV_CONF": "join_timeout=60"}
+    run = launch(*words, folder=tmp_path, **changes, **fake_ssh)
     assert run.returncode == 0 and not Path(fake_ssh["FAKE_SSH_LOG"]).exists()
     comments = [line for line in run.stdout.splitlines() if line.startswith("#")]
     assert comments == ["# node 0, gpu-1", "# node 1, me@gpu-2"]
     ids = set()
-    for host, line in zip(["gpu-1", "me@gpu-2"], run.stdout.splitlines()[1::2], strict=True):
+    for host, line in zip(hosts, run.stdout.splitlines()[1::2], strict=True):
         *ssh, destination, remote = shlex.split(line)
         assert ssh[:2] == ["ssh", "-tt"] and destination == host
         words = shlex.split(remote)
@@ -158,8 +163,10 @@ def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path, fake_ssh):
             "--nnodes": "2", "--nproc-per-node": "8", "--rdzv-backend": "c10d", "--rdzv-endpoint": "gpu-1:1234",
             "--local-addr": host.removeprefix("me@"),
         }  # fmt: skip
-        assert torchrun[-3:] == [str(CHAPTER / "train_ddp.py"), "--run-name", "it's a name"]
+        assert torchrun[-3:] == [str(CHAPTER / "train_ddp.py"), *arguments]
     assert len(ids) == 1
+    run = launch("gpu-1", "--nproc-per-node", "gpu", "--dry-run", "--", "--epochs", "1", folder=tmp_path)
+    assert run.returncode == 0 and "--nproc-per-node gpu " in run.stdout
 
 
 def test_dry_run_of_local_nodes_can_be_pasted(tmp_path):
@@ -171,6 +178,21 @@ def test_dry_run_of_local_nodes_can_be_pasted(tmp_path):
     script = f"{first[1]} & one=$!; {first[3]} & wait $! && wait $one"
     pasted = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert pasted.returncode == 0 and pasted.stdout.count("--resume") >= 1, pasted.stderr
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "expected"), [(0, [None, None]), (3, ["", ""]), (4, ["0,1", "2,3"]), (8, ["0,1", "2,3"])]
+)  # fmt: skip
+def test_local_nodes_share_the_gpus_of_the_machine(tmp_path, num_gpus, expected):
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nseq 0 {num_gpus - 1}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    words = ["localhost", "localhost", "--nproc-per-node", "2", "--dry-run", "--", "--epochs", "1"]
+    changes = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    run = launch(*words, folder=tmp_path, **changes)
+    found = [re.search(r"CUDA_VISIBLE_DEVICES=(\S*) ", line) for line in run.stdout.splitlines()[1::2]]
+    assert [match and match[1] for match in found] == expected
+    run = launch(*words, folder=tmp_path, CUDA_VISIBLE_DEVICES="5,6,7,8", **changes)
+    assert "CUDA_VISIBLE_DEVICES=7,8 " in run.stdout.splitlines()[3]
 
 
 def test_help_is_the_manual(tmp_path):
@@ -197,6 +219,7 @@ def test_help_is_the_manual(tmp_path):
         (["localhost", "--hostfile", "no-such-file", "--", "--epochs", "1"], "cannot read the hostfile no-such-file"),
         (["--hostfile", "wide.txt", "--", "--epochs", "1"], "slots=8 is no host name"),
         (["localhost", "gpu-1", "--", "--epochs", "1"], "localhost"),
+        (["localhost", "localhost", "--nproc-per-node", "gpu", "--", "--epochs", "1"], "need a number"),
         (["-oProxyCommand=x", "--", "--epochs", "1"], "unknown option -oProxyCommand=x"),
         (["127.0.0.1", "nowhere", "--", "--epochs", "1"], "nowhere is not ready: ssh: Could not resolve hostname"),
     ],
