@@ -72,7 +72,7 @@ def list_newest_first(folder: str | Path) -> list[Path]:
 
 
 def load_newest(folder: str | Path) -> tuple[Path | None, dict | None, list[str]]:
-    """The newest readable checkpoint: (its path, its state, what was skipped and why); (None, None, ...) without one."""
+    """(path, state, what was skipped and why) of the newest readable checkpoint; (None, None, ...) without one."""
     skipped = []
     for path in list_newest_first(folder):
         try:

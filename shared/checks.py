@@ -31,7 +31,7 @@ class Wrong(Exception):
 
 
 def exercise(number: str, praise: str) -> Callable:
-    """Make a check of a function that raises Wrong (or NotImplementedError: the stub) for an answer that is not right."""
+    """Make a check of a function that raises Wrong, or the stub's NotImplementedError, for an answer not yet right."""
 
     def decorate(check: Callable) -> Callable:
         @functools.wraps(check)
@@ -111,7 +111,9 @@ def exercise_1_1(mean_loss: Callable[[list[float], list[int]], float]) -> None:
     """mean_loss(batch_means, batch_sizes) -> the mean loss over all samples."""
     hint = "Each batch's mean stands for as many samples as the batch holds: weight it by them."
     expect_close(mean_loss([1.0, 3.0], [4, 4]), 2.0, "the mean of two batches of 4 with means 1 and 3", hint=hint)
-    expect_close(mean_loss([1.0, 3.0], [64, 5]), 79 / 69, "the mean of batches of 64 and 5 with means 1 and 3", hint=hint)
+    expect_close(
+        mean_loss([1.0, 3.0], [64, 5]), 79 / 69, "the mean of batches of 64 and 5 with means 1 and 3", hint=hint
+    )
     expect_close(mean_loss([0.5, 2.0, 7.0], [10, 20, 0]), 1.5, "the mean where one batch is empty", hint=hint)
 
 
@@ -239,7 +241,9 @@ def exercise_1_6(script: str | Path) -> None:
                 hint = "The ranks have different answers: all_reduce gives the sum to every rank."
             elif isinstance(seen, float) and math.isclose(seen, mean, rel_tol=1e-5):
                 hint = "That is the mean of the ranks' accuracies, as if both had equally many samples: add the counts."
-            expect_close(seen, (hits0 + hits1) / (samples0 + samples1), f"{counts}, the accuracy on rank {rank}", hint=hint)
+            expect_close(
+                seen, (hits0 + hits1) / (samples0 + samples1), f"{counts}, the accuracy on rank {rank}", hint=hint
+            )
 
 
 # --- Lesson 1.3: DistributedDataParallel ----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from shared.data import IMAGE_DATASETS
 from shared.distributed import UsageError, Worker, from_rank_zero, rank_from_environment
 from shared.models import IMAGE_MODELS
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
+PRECISIONS = ("fp32", "bf16", "fp64")
 
 
 class Parser(argparse.ArgumentParser):
@@ -66,13 +66,14 @@ def training_parser(description: str) -> Parser:
     add("--max-steps", type=positive_int, help="stop after this many optimizer steps in all (default: no limit)")
     add("--batch-size", type=positive_int, default=64,
         help="GLOBAL batch: samples an optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
-    add("--lr", type=positive_float, default=1e-3, help="Adam's learning rate, halved every 15 epochs (default: %(default)s)")
+    add("--lr", type=positive_float, default=1e-3,
+        help="Adam's learning rate, halved every 15 epochs (default: %(default)s)")  # fmt: skip
     add("--seed", type=seed, default=0, help="seed of weights, sample order and dropout (default: %(default)s)")
     add("--model", choices=IMAGE_MODELS, default="resnet18", help="default: %(default)s, with GroupNorm")
     add("--dataset", choices=IMAGE_DATASETS, default="digits", help="default: %(default)s, which needs no download")
     add("--data-dir", default="data", help="where data sets are downloaded to (default: ./%(default)s)")
     add("--precision", choices=PRECISIONS, default="fp32",
-        help="fp32; bf16: autocast, weights stay fp32; fp64: for comparing runs to the last digit (default: %(default)s)")  # fmt: skip
+        help="fp32; bf16: autocast, weights stay fp32; fp64: to compare runs (default: %(default)s)")  # fmt: skip
     add("--storage-path", default="runs", help="folder that holds the runs' checkpoints (default: ./%(default)s)")
     add("--run-name", help="the run's folder under --storage-path (default: a new one, with the time in its name)")
     add("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
@@ -115,7 +116,9 @@ def claim_run(args: argparse.Namespace, folder: Path, worker: Worker) -> dict | 
         raise ValueError("--resume needs the --run-name of the run to go on with")
     existing = checkpoint.list_newest_first(folder)
     if existing and not (args.resume or worker.restarted):
-        raise ValueError(f"run {folder.name!r} exists in {folder.parent}: add --resume to go on, or choose another --run-name")
+        raise ValueError(
+            f"run {folder.name!r} exists in {folder.parent}: add --resume to go on, or choose another --run-name"
+        )
     path, state, skipped = checkpoint.load_newest(folder)
     for what in skipped:
         worker.log(f"skipped {what}")
@@ -154,7 +157,9 @@ def check_same_run(args: argparse.Namespace, path: Path, saved: dict, worker: Wo
             raise ValueError(f"{path} is of --{name} {saved[name]}, and this run asks for --{name} {now[name]}")
     changed = [f"{name} {saved.get(name)} -> {now[name]}" for name in now if saved.get(name) != now[name]]
     if changed:
-        worker.log(f"note: not the options it was started with ({', '.join(changed)}); the optimizer keeps its learning rate")
+        worker.log(
+            f"note: not the options it was started with ({', '.join(changed)}); the optimizer keeps its learning rate"
+        )
 
 
 def new_progress(args: argparse.Namespace) -> dict:

@@ -122,9 +122,7 @@ class UnpaddedDistributedSampler(DistributedSampler):
     run resumes in the middle of an epoch, also at another world size. It holds for one iteration.
     """
 
-    def __init__(
-        self, dataset: Dataset, num_replicas: int, rank: int, shuffle: bool = True, seed: int = 0
-    ) -> None:
+    def __init__(self, dataset: Dataset, num_replicas: int, rank: int, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed)
         if len(dataset) < num_replicas:
             raise ValueError(f"{len(dataset)} samples cannot be dealt to {num_replicas} ranks; use fewer ranks")
@@ -169,7 +167,7 @@ def check_batch_norm(model_name: str, num_samples: int, global_batch_size: int, 
     if "batchnorm" in model_name and fewest < 2:
         raise ValueError(
             f"--model {model_name} needs two samples a rank in every batch, and a batch of {num_samples} samples in "
-            f"{global_batch_size}s over {world_size} ranks leaves {fewest}; use another --batch-size or --model resnet18"
+            f"{global_batch_size}s over {world_size} ranks leaves {fewest}; use another --batch-size, or resnet18"
         )
 
 
@@ -181,7 +179,7 @@ def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
     A batch is a list of tensors with the samples along dimension 0.
     """
     count = 0
-    for count, batch in enumerate(loader, start=1):
+    for count, batch in enumerate(loader, start=1):  # noqa: B007
         yield batch
     if count < num_batches:
         sample = default_collate([loader.dataset[0]])

@@ -26,7 +26,7 @@ class Worker:
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = torch.device("cpu")  # noqa: RUF009
     restarted: bool = False
     """Whether torchrun has started this rank again after a failure; to be relied on at rank 0 only."""
 

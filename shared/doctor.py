@@ -37,7 +37,7 @@ def wrong_packages(requirements: Path) -> list[str]:
 def findings() -> Iterator[tuple[bool, str]]:
     """(is it well, what was found and, where it is not well, how to mend it), one check after the other."""
     version = ".".join(map(str, sys.version_info[:3]))
-    if sys.version_info >= (3, 11):
+    if sys.version_info >= (3, 11):  # noqa: UP036
         yield True, f"Python {version}"
     else:
         yield False, f"Python {version} is too old: install 3.11 or newer, then `make lab`"

@@ -52,7 +52,7 @@ def bars(values: Mapping[str, float], title: str, fmt: str = "{:.2f}") -> Axes:
 def images(pictures: torch.Tensor, titles: Sequence[str], columns: int = 9, wrong: Sequence[bool] = ()) -> None:
     """Pictures (N, 1, H, W) in a grid, each under its title; a title is red where `wrong` is true."""
     rows = -(-len(pictures) // columns)
-    figure, grid = plt.subplots(rows, columns, figsize=(columns * 0.95, rows * 1.2), squeeze=False, layout="constrained")
+    _, grid = plt.subplots(rows, columns, figsize=(columns * 0.95, rows * 1.2), squeeze=False, layout="constrained")
     for axes in grid.flat:
         axes.axis("off")
     for number, (axes, picture, title) in enumerate(zip(grid.flat, pictures, titles, strict=False)):
@@ -73,7 +73,7 @@ def owners(shards: Sequence[Sequence[int]], num_samples: int, title: str) -> Axe
 
 def tables(grids: Sequence[torch.Tensor], titles: Sequence[str], xlabel: str, ylabel: str) -> None:
     """Small tables of counts (rows, columns) side by side, each under its title; a larger number is darker."""
-    figure, row = plt.subplots(1, len(grids), figsize=(1.25 * len(grids), 1.9), sharey=True, layout="constrained")
+    _, row = plt.subplots(1, len(grids), figsize=(1.25 * len(grids), 1.9), sharey=True, layout="constrained")
     largest = max(grid.max().item() for grid in grids)
     for axes, grid, title in zip(row, grids, titles, strict=True):
         axes.imshow(grid, cmap="Blues", vmin=0, vmax=1.5 * largest)

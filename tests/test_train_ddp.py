@@ -50,7 +50,12 @@ class Run:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with open(self.output, "w") as file:
             self.process = subprocess.Popen(
-                [str(word) for word in command], stdout=file, stderr=file, env=environment, cwd=folder, start_new_session=True
+                [str(word) for word in command],
+                stdout=file,
+                stderr=file,
+                env=environment,
+                cwd=folder,
+                start_new_session=True,
             )
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -123,7 +128,18 @@ def test_float64_losses_do_not_depend_on_the_number_of_ranks(nproc, one_process,
 
 def test_a_tail_smaller_than_the_world_size(small_mnist, tmp_path):
     # 176 samples in batches of 87 leave a tail of 2, and the third rank an empty batch.
-    options = ("--dataset", "mnist", "--data-dir", small_mnist, "--batch-size", "87", "--epochs", "1", "--precision", "fp64")
+    options = (
+        "--dataset",
+        "mnist",
+        "--data-dir",
+        small_mnist,
+        "--batch-size",
+        "87",
+        "--epochs",
+        "1",
+        "--precision",
+        "fp64",
+    )
     (tmp_path / "one").mkdir()
     assert_same_losses(train(0, tmp_path / "one", *options), train(3, tmp_path, *options))
 
@@ -137,7 +153,18 @@ def test_the_digits_at_the_defaults_pass_95_percent(tmp_path):
 
 
 def test_bf16_trains_with_float32_weights(small_mnist, tmp_path):
-    options = ("--dataset", "mnist", "--data-dir", small_mnist, "--model", "mlp", "--precision", "bf16", "--run-name", "b")
+    options = (
+        "--dataset",
+        "mnist",
+        "--data-dir",
+        small_mnist,
+        "--model",
+        "mlp",
+        "--precision",
+        "bf16",
+        "--run-name",
+        "b",
+    )
     metrics = train(2, tmp_path, *options, "--epochs", "3", "--batch-size", "16")
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
     state = torch.load(sorted((tmp_path / "b").iterdir())[-1], weights_only=True)
@@ -199,7 +226,9 @@ def test_the_whole_job_is_killed_and_resumed(nproc, model, killed_in_epoch, smal
 
 
 @pytest.mark.parametrize(("nproc", "model", "killed_in_epoch"), [(2, "resnet18", 1), (4, "resnet18", 2), (2, "mlp", 3)])
-def test_one_rank_is_killed_and_torchrun_restarts_all(nproc, model, killed_in_epoch, small_mnist, undisturbed, tmp_path):
+def test_one_rank_is_killed_and_torchrun_restarts_all(
+    nproc, model, killed_in_epoch, small_mnist, undisturbed, tmp_path
+):
     run = Run(nproc, tmp_path, *options_for_kills(model, small_mnist), torchrun=("--max-restarts", "1"))
     run.wait_for(tmp_path / f"run/checkpoint-{11 * (killed_in_epoch - 1):08d}.pt")
     time.sleep(0.15)
