@@ -7,6 +7,9 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONWARNINGS ?= ignore::FutureWarning
+FIRST_LESSON := 01-ddp-pytorch-only/01_one_process.ipynb
+# JupyterLab asks every newcomer whether it may fetch news; in a room without a network it cannot.
+LAB_SETTINGS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}
 LAB_ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -18,6 +21,8 @@ PYTEST_ARGS ?=
 .venv/installed: requirements.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) -r requirements.txt
+	mkdir -p .venv/share/jupyter/lab/settings
+	echo '$(LAB_SETTINGS)' > .venv/share/jupyter/lab/settings/overrides.json
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
@@ -26,7 +31,7 @@ PYTEST_ARGS ?=
 
 lab: .venv/installed
 	$(BIN)/python -m shared.doctor || true
-	$(BIN)/jupyter lab $(LAB_ARGS) 01-ddp-pytorch-only/01_one_process.ipynb
+	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 $(PYTEST_ARGS) tests 0*-*/
