@@ -24,10 +24,12 @@ it is set, and each its own GPUs, or none where these are fewer than the process
 from PET_*: for its --max-restarts 2 set PET_MAX_RESTARTS=2.
 
 Every line of output begins with its node, numbered as you listed them. torchrun numbers nodes by itself (GROUP_RANK),
-in the order of their names as text; rank 0, which writes checkpoints and metrics, is on the first of those.
+in the order of their names as text; rank 0, which writes checkpoints and metrics, is on the first of those (on
+localhost: node 0).
 A node that fails ends the others, and its exit code is this one's; torchrun's is 1, whatever the script's was.
 Ctrl-C and SIGTERM end all processes on all hosts (exit code 130, 143). When a connection drops, ssh notices within a
-minute and the other nodes end; the lost host's processes end when they miss the others. Exit code 2: wrong usage.
+minute and the other nodes end; the ranks on the lost host end when they miss the others, its agent minutes later.
+Exit code 2: wrong usage, or a host that is not ready.
 EOF
 }
 
@@ -93,7 +95,7 @@ if ((num_local)); then
     first=127.0.0.1
     "$PYTHON" -c '' 2>/dev/null || fail "PYTHON=$PYTHON does not run"
     bind='import socket, sys; s = socket.create_server(("", int(sys.argv[1]))); print(s.getsockname()[1])'
-    free_port=$("$PYTHON" -c "$bind" "${port:-0}" 2>/dev/null) || fail "port $port is in use on this machine; try another"
+    free_port=$("$PYTHON" -c "$bind" "${port:-0}" 2>/dev/null) || fail "port $port is in use on this machine"
     port=$free_port
     if ((num_local > 1)); then # they share the machine
         [[ $nproc != gpu ]] || fail "--nproc-per-node gpu: nodes that share a machine need a number"
@@ -109,7 +111,8 @@ fi
 
 compose() { # compose NUMBER: set `command` to that node's
     local host=${hosts[$1]} address=${hosts[$1]##*@} own=("${variables[@]}")
-    [[ $host != localhost ]] || address=$first
+    # Agents number themselves by their addresses as text, and only the first one's is ever used: 127... < localhost.
+    [[ $host != localhost || $1 != 0 ]] || address=$first
     if ((${#gpus[@]})); then
         ((${#gpus[@]} >= num_local * nproc)) || gpus=('') # fewer than ranks: the CPU
         own+=("CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${gpus[*]:$1*nproc:nproc}")")

@@ -81,7 +81,7 @@ def test_two_local_nodes_train_as_one_process_does(tmp_path):
     run = launch("localhost", "localhost", "--", *SHORT, "--metrics-out", "two.jsonl", folder=tmp_path, **CPU)
     assert run.returncode == 0, run.stdout + run.stderr
     assert all(re.match(r"\[node [01] localhost\] ", line) for line in run.stdout.splitlines())
-    assert re.search(r"^\[node [01] localhost\] \[rank 0/2\] done after 2 steps", run.stdout, re.MULTILINE)
+    assert re.search(r"^\[node 0 localhost\] \[rank 0/2\] done after 2 steps", run.stdout, re.MULTILINE)
     command = [sys.executable, CHAPTER / "train_ddp.py", *SHORT, "--metrics-out", "one.jsonl"]
     subprocess.run(command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1", **CPU), check=True, capture_output=True)
     two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.jsonl", "one.jsonl"))
@@ -118,9 +118,7 @@ def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, number):
     process.send_signal(number)
     assert process.wait(timeout=20) == 128 + number
     assert alive(marker) == []
-    assert re.search(
-        r"\[node [01] localhost\] \[rank 0/2\] stopped by .*--resume", (tmp_path / "output.txt").read_text()
-    )
+    assert re.search(r"\[node 0 localhost\] \[rank 0/2\] stopped by .*--resume", (tmp_path / "output.txt").read_text())
 
 
 def test_remote_nodes_end_with_the_launcher(tmp_path, fake_ssh):
@@ -172,7 +170,8 @@ def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path, fake_ssh):
 def test_dry_run_of_local_nodes_can_be_pasted(tmp_path):
     runs = [launch("localhost", "localhost", "--dry-run", "--", "--help", folder=tmp_path) for _ in range(2)]
     first, second = (run.stdout.splitlines() for run in runs)
-    assert first[0] == "# node 0, localhost" and first[1].replace("is_host=1", "is_host=0") == first[3]
+    assert first[0] == "# node 0, localhost" and first[2] == "# node 1, localhost"
+    assert first[1].replace("is_host=1 --local-addr 127.0.0.1", "is_host=0 --local-addr localhost") == first[3]
     assert "OMP_NUM_THREADS=1" in first[1] and re.search(r"--rdzv-endpoint 127\.0\.0\.1:\d+ ", first[1])
     assert first[1] != second[1]  # an id of its own for each launch
     script = f"{first[1]} & one=$!; {first[3]} & wait $! && wait $one"
