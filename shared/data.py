@@ -166,8 +166,8 @@ def check_batch_norm(model_name: str, num_samples: int, global_batch_size: int, 
     fewest = min(global_batch_counts(num_samples, global_batch_size)) // world_size
     if "batchnorm" in model_name and fewest < 2:
         raise ValueError(
-            f"--model {model_name} needs two samples a rank in every batch, and a batch of {num_samples} samples in "
-            f"{global_batch_size}s over {world_size} ranks leaves {fewest}; use another --batch-size, or resnet18"
+            f"--model {model_name} needs two samples a rank in every batch, and {num_samples} samples in batches of "
+            f"{global_batch_size} over {world_size} ranks leaves {fewest}; use another --batch-size or --model resnet18"
         )
 
 

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -54,12 +55,23 @@ def alive(marker: Path) -> list[str]:
     return lines
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Ends what a test that failed has left running."""
+    yield
+    for process in psutil.process_iter(["cmdline"]):
+        if str(tmp_path) in " ".join(process.info["cmdline"] or []):
+            process.kill()
+
+
 def start_training(words: list[str], folder: Path, marker: Path, **changes: str) -> subprocess.Popen:
     """Start an endless training and return once it is in its second epoch."""
     output = open(folder / "output.txt", "w+")  # noqa: SIM115
     process = subprocess.Popen(
         [LAUNCHER, *words, "--", "--model", "mlp", "--epochs", "100000", "--storage-path", marker],
         cwd=folder, env=environment(**CPU, **changes), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        # As in a terminal, even where the tests run in the background of a script, which ignores Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )  # fmt: skip
     deadline = time.monotonic() + 120
     while "epoch 1/" not in (folder / "output.txt").read_text():
