@@ -82,6 +82,14 @@ def load_newest(folder: str | Path) -> tuple[Path | None, dict | None, list[str]
     return None, None, skipped
 
 
+def make_folder(folder: str | Path) -> None:
+    """Make a run's folder where it is missing. Raises OSError where it cannot be written to."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / ".writable").touch()
+    (folder / ".writable").unlink()
+
+
 def keep_newest(written: Path, keep: int = 2) -> None:
     """Delete what is older than `written` but for `keep - 1` of them.
 

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn, TextIO
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 
 from shared import checkpoint
 from shared.data import IMAGE_DATASETS
-from shared.distributed import UsageError, Worker, from_rank_zero, rank_from_environment
+from shared.distributed import UsageError, Worker, end_at_once, from_rank_zero, rank_from_environment
 from shared.models import IMAGE_MODELS
 
 PRECISIONS = ("fp32", "bf16", "fp64")
@@ -101,35 +102,33 @@ def run_folder(args: argparse.Namespace) -> Path:
             name = store.compare_set("workshop/run_name", "", name).decode()
         else:
             name = from_rank_zero(name)
+    if "://" in args.storage_path:
+        raise UsageError(f"--storage-path {args.storage_path}: this script writes to a folder that its node can see")
     return Path(args.storage_path).absolute() / name
 
 
-def claim_run(args: argparse.Namespace, folder: Path, worker: Worker) -> dict | None:
+def claim_run(
+    args: argparse.Namespace, folder: Path | str, worker: Worker, storage: ModuleType = checkpoint
+) -> dict | None:
     """Make the run's folder; return the state to go on from, or None to start from nothing. For rank 0 alone.
 
-    Raises ValueError for a run that exists and is not resumed, for one that has nothing to resume, and for a storage
-    path that cannot be written.
+    storage: where `folder` is: `shared.checkpoint` for a folder that this node sees, or `shared.cluster` for Ray's
+    storage. Raises ValueError for a run that exists and is not resumed, for one that has nothing to resume, and for a
+    storage path that cannot be written.
     """
-    if "://" in args.storage_path:
-        raise ValueError(f"--storage-path {args.storage_path}: this script writes to a folder that its node can see")
     if args.resume and args.run_name is None:
         raise ValueError("--resume needs the --run-name of the run to go on with")
-    existing = checkpoint.list_newest_first(folder)
-    if existing and not (args.resume or worker.restarted):
-        raise ValueError(
-            f"run {folder.name!r} exists in {folder.parent}: add --resume to go on, or choose another --run-name"
-        )
-    path, state, skipped = checkpoint.load_newest(folder)
+    if storage.list_newest_first(folder) and not (args.resume or worker.restarted):
+        raise ValueError(f"{folder} holds a run already: add --resume to go on with it, or choose another --run-name")
+    path, state, skipped = storage.load_newest(folder)
     for what in skipped:
         worker.log(f"skipped {what}")
     if state is None and args.resume and not worker.restarted:
         raise ValueError(f"nothing to resume: no readable checkpoint in {folder}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        storage.make_folder(folder)
     except OSError as error:
-        raise ValueError(f"cannot write to --storage-path: {error.strerror}: {folder}") from error
+        raise ValueError(f"cannot write to --storage-path: {error.strerror or error}: {folder}") from error
     if args.metrics_out is not None:
         try:
             Path(args.metrics_out).parent.mkdir(parents=True, exist_ok=True)
@@ -147,7 +146,7 @@ def options_of(args: argparse.Namespace) -> dict:
     return {name: getattr(args, name) for name in ("model", "dataset", "precision", "batch_size", "lr", "seed")}
 
 
-def check_same_run(args: argparse.Namespace, path: Path, saved: dict, worker: Worker) -> None:
+def check_same_run(args: argparse.Namespace, path: Path | str, saved: dict, worker: Worker) -> None:
     """Raises ValueError when a checkpoint is of another model, data set or program; says what else is not as it was."""
     now = options_of(args)
     for name in ("model", "dataset"):
@@ -214,26 +213,26 @@ def write_metrics(path: str | Path | None, lines: list[dict]) -> None:
     os.replace(partial, path)
 
 
-def resume_command(folder: Path) -> str:
-    """The shell command that goes on with the run in `folder`."""
+def resume_command(run_name: str) -> str:
+    """The shell command that goes on with the run of this name."""
     words = [word for word in sys.argv if word != "--resume"]
     if "--run-name" not in words and not any(word.startswith("--run-name=") for word in words):
-        words += ["--run-name", folder.name]
+        words += ["--run-name", run_name]
     words.append("--resume")
     if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-        return f"the same command on every node, with --run-name {folder.name} --resume"
+        return f"the same command on every node, with --run-name {run_name} --resume"
     launcher = ["python"]
     if "LOCAL_WORLD_SIZE" in os.environ:
         launcher = ["torchrun", "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
     return shlex.join(launcher + words)
 
 
-def farewell(folder: Path) -> str:
+def farewell(folder: Path | str, storage: ModuleType = checkpoint) -> str:
     """What a user who stops a run needs to know: what is saved, and how to go on."""
-    newest = checkpoint.list_newest_first(folder)
+    newest = storage.list_newest_first(folder)
     if not newest:
         return "nothing was saved yet"
-    return f"{newest[0]} is saved; go on with: {resume_command(folder)}"
+    return f"{newest[0]} is saved; go on with: {resume_command(Path(folder).name)}"
 
 
 def stop_on_signals(worker: Worker, message: Callable[[], str]) -> None:
@@ -267,6 +266,8 @@ def run(main: Callable[[], None]) -> None:
         else:
             # torchrun ends all processes when the first one exits: let rank 0 speak before that.
             time.sleep(30)
+        if dist.is_initialized():
+            end_at_once(2)
         sys.exit(2)
     except RuntimeError:
         # A rank that was stopped breaks the collectives of the others a moment before their own signal arrives.

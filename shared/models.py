@@ -4,7 +4,6 @@ from functools import partial
 
 import torch
 from torch import nn
-from torchvision.models import resnet18 as torchvision_resnet18
 
 
 def resnet18(in_channels: int = 1, num_classes: int = 10, norm: str = "group") -> nn.Module:
@@ -16,6 +15,8 @@ def resnet18(in_channels: int = 1, num_classes: int = 10, norm: str = "group") -
     norm: "group" (GroupNorm with 32 groups: a sample's output does not depend on its batch) or "batch" (BatchNorm:
     it does, so no data-parallel run equals a run on one process). Raises ValueError for any other.
     """
+    from torchvision.models import resnet18 as torchvision_resnet18  # takes longer to import than the rest together
+
     # A partial rather than a lambda: the model can be pickled, as Ray does.
     layers = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
     if norm not in layers:

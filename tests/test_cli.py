@@ -173,7 +173,7 @@ def test_a_run_that_exists_is_refused_before_anything_is_written(args, folder):
         claim(args, folder)
     assert (
         str(caught.value)
-        == f"run 'mine' exists in {folder.parent}: add --resume to go on, or choose another --run-name"
+        == f"{folder} holds a run already: add --resume to go on with it, or choose another --run-name"
     )
     assert list(folder.iterdir()) == [path]
     assert not Path(args.metrics_out).exists()
@@ -181,7 +181,7 @@ def test_a_run_that_exists_is_refused_before_anything_is_written(args, folder):
 
 def test_even_an_unreadable_checkpoint_means_that_the_run_exists(args, folder):
     save_step(folder, 20).write_bytes(b"cut off")
-    with pytest.raises(ValueError, match="exists"):
+    with pytest.raises(ValueError, match="holds a run already"):
         claim(args, folder)
 
 
@@ -223,10 +223,10 @@ def test_resume_needs_a_name(args, folder):
         claim(args, folder)
 
 
-def test_a_storage_path_that_is_a_url_is_refused(args, folder):
+def test_a_storage_path_that_is_a_url_is_refused(args):
     args.storage_path = "s3://bucket/runs"
-    with pytest.raises(ValueError, match="--storage-path s3://bucket/runs"):
-        claim(args, folder)
+    with pytest.raises(UsageError, match="--storage-path s3://bucket/runs"):
+        cli.run_folder(args)
 
 
 def test_a_storage_path_that_cannot_be_made_is_a_clear_error(args, folder):
@@ -372,7 +372,7 @@ def test_an_epoch_in_words():
 ])  # fmt: skip
 def test_the_resume_command_can_be_pasted_into_a_shell(monkeypatch, words):
     monkeypatch.setattr(sys, "argv", ["my scripts/train.py", *words])
-    command = shlex.split(cli.resume_command(Path("runs/mine")))
+    command = shlex.split(cli.resume_command("mine"))
     assert command[:2] == ["python", "my scripts/train.py"]
     again = parse(*command[2:])
     assert again.resume and again.run_name == "mine"
@@ -384,23 +384,23 @@ def test_the_resume_command_can_be_pasted_into_a_shell(monkeypatch, words):
 
 
 def test_the_resume_command_quotes_a_run_name_with_spaces(monkeypatch):
-    command = shlex.split(cli.resume_command(Path("runs/my first run")))
+    command = shlex.split(cli.resume_command("my first run"))
     assert command == ["python", "train.py", "--run-name", "my first run", "--resume"]
 
 
 def test_the_resume_command_starts_as_many_processes(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cli.resume_command(Path("runs/mine")) == (
+    assert cli.resume_command("mine") == (
         "torchrun --standalone --nproc-per-node 4 train.py --run-name mine --resume"
     )
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert cli.resume_command(Path("runs/mine")) == "the same command on every node, with --run-name mine --resume"
+    assert cli.resume_command("mine") == "the same command on every node, with --run-name mine --resume"
 
 
 def test_the_farewell_names_what_is_saved(tmp_path):
     assert cli.farewell(tmp_path) == "nothing was saved yet"
     path = save_step(tmp_path, 20)
-    assert cli.farewell(tmp_path) == f"{path} is saved; go on with: {cli.resume_command(tmp_path)}"
+    assert cli.farewell(tmp_path) == f"{path} is saved; go on with: {cli.resume_command(tmp_path.name)}"
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(None, False), ("0", False), ("1", True)])
