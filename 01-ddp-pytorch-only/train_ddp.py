@@ -42,7 +42,7 @@ def main() -> None:
     # [2] The same weights on every rank; after that each rank draws its own random numbers (dropout).
     distributed.seed_everything(args.seed)
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
-    model = models.build(args.model, splits.image_shape, len(splits.classes)).to(worker.device, dtype)
+    model = models.build(args.model, splits.image_shape, splits.num_classes).to(worker.device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
     distributed.seed_everything(args.seed + worker.rank)

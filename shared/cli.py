@@ -18,7 +18,15 @@ import torch.distributed as dist
 
 from shared import checkpoint
 from shared.data import IMAGE_DATASETS
-from shared.distributed import UsageError, Worker, end_at_once, from_rank_zero, rank_from_environment
+from shared.distributed import (
+    UsageError,
+    Worker,
+    agent_store,
+    claimed,
+    end_at_once,
+    from_rank_zero,
+    rank_from_environment,
+)
 from shared.models import IMAGE_MODELS
 
 PRECISIONS = ("fp32", "bf16", "fp64")
@@ -88,6 +96,11 @@ def check_precision(precision: str, device: torch.device) -> None:
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bf16 units; use --precision fp32")
 
 
+def new_run_name() -> str:
+    """A name for a run that was given none: the script, the time, the process."""
+    return time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S-") + str(os.getpid())
+
+
 def run_folder(args: argparse.Namespace) -> Path:
     """The run's folder, the same on every rank and after every restart by torchrun.
 
@@ -96,9 +109,8 @@ def run_folder(args: argparse.Namespace) -> Path:
     """
     name = args.run_name
     if name is None:
-        name = time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S-") + str(os.getpid())
-        if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        name = new_run_name()
+        if (store := agent_store()) is not None:
             name = store.compare_set("workshop/run_name", "", name).decode()
         else:
             name = from_rank_zero(name)
@@ -138,6 +150,7 @@ def claim_run(
     if state is not None:
         check_same_run(args, path, state.get("progress", {}).get("options", {}), worker)
         worker.log(f"resuming from {path}")
+    claimed()
     return state
 
 
@@ -235,11 +248,11 @@ def farewell(folder: Path | str, storage: ModuleType = checkpoint) -> str:
     return f"{newest[0]} is saved; go on with: {resume_command(Path(folder).name)}"
 
 
-def stop_on_signals(worker: Worker, message: Callable[[], str]) -> None:
+def stop_on_signals(worker: Worker, message: Callable[[], str], clean_up: Callable[[], None] = lambda: None) -> None:
     """From now on Ctrl-C and SIGTERM end this process at once with exit code 128 + signal; rank 0 prints `message()`.
 
-    The signal is taken by a thread: Python runs signal handlers in the main thread only, which may be waiting in a
-    collective for a rank that has gone.
+    clean_up: called before that, and given five seconds. The signal is taken by a thread: Python runs signal handlers
+    in the main thread only, which may be waiting in a collective for a rank that has gone.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -251,6 +264,9 @@ def stop_on_signals(worker: Worker, message: Callable[[], str]) -> None:
         number = os.read(read_end, 1)[0]
         if worker.rank == 0:
             worker.log(f"stopped by {signal.Signals(number).name}: {message()}")
+        cleaning = threading.Thread(target=clean_up, daemon=True)
+        cleaning.start()
+        cleaning.join(5)
         os._exit(128 + number)
 
     threading.Thread(target=wait, daemon=True).start()

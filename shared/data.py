@@ -25,6 +25,11 @@ class Splits:
     classes: tuple[str, ...]
 
     @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.classes)
+
+    @property
     def image_shape(self) -> tuple[int, int, int]:
         """(channels, height, width) of one image."""
         return tuple(self.train.tensors[0].shape[1:])
@@ -109,6 +114,29 @@ def load(name: str, data_dir: str | Path = "data") -> Splits:
     if name == "synthetic":
         return synthetic()
     raise ValueError(f"unknown data set {name!r}; use one of {', '.join(IMAGE_DATASETS)}")
+
+
+def write_parquet(dataset: TensorDataset, folder: str, num_files: int = 8) -> str:
+    """Write `dataset` for Ray Data as Parquet files into `folder`, a path or a URI; returns `folder`.
+
+    Columns: id (the sample's number), image (its pixels in [0, 1], flat), label. What a complete earlier call has
+    written stays. `num_files` files can be dealt to that many workers.
+    """
+    import pyarrow as pa
+    from pyarrow import fs, parquet
+
+    files, path = fs.FileSystem.from_uri(folder if "://" in folder else str(Path(folder).absolute()))
+    if files.get_file_info(f"{path}/_SUCCESS").is_file:
+        return folder
+    files.create_dir(path, recursive=True)
+    images, labels = dataset.tensors
+    for number, ids in enumerate(torch.arange(len(labels)).chunk(num_files)):
+        pixels = (images[ids] * 0.5 + 0.5).flatten(1)
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(pixels.flatten().numpy()), pixels.shape[1])
+        table = pa.table({"id": ids.numpy(), "image": flat, "label": labels[ids].numpy()})
+        parquet.write_table(table, f"{path}/part-{number:03d}.parquet", filesystem=files)
+    files.open_output_stream(f"{path}/_SUCCESS").close()
+    return folder
 
 
 class UnpaddedDistributedSampler(DistributedSampler):

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+CLAIMED = "workshop/claimed"
+
 
 class UsageError(ValueError):
     """The user's mistake, known to every rank: `cli.run` prints it once and ends with exit code 2."""
@@ -31,7 +33,7 @@ class Worker:
     world_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009
     restarted: bool = False
-    """Whether torchrun has started this rank again after a failure; to be relied on at rank 0 only."""
+    """Whether torchrun has started this job again after it had begun a run (`claimed`); known to rank 0 only."""
 
     def log(self, message: str) -> None:
         """Print one line that says which rank it is from."""
@@ -75,11 +77,20 @@ def join(timeout_s: float = 600) -> Worker:
     )
     # A rank that leaves while another one is still connecting would break that one's start.
     dist.barrier()
-    # The store outlives a restart, and so counts the attempts that came this far on any node.
-    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-    if rank == 0:
-        restarted = store.add("workshop/attempts", 1) > 1 or restarted
-    return Worker(rank, local_rank, world_size, device, restarted)
+    return Worker(rank, local_rank, world_size, device, rank == 0 and store.check([CLAIMED]))
+
+
+def agent_store() -> dist.Store | None:
+    """The key-value store of torchrun's agents, which outlives the processes that they restart; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+def claimed() -> None:
+    """Note that this job has a run of its own: if torchrun starts it again, it may go on with that run."""
+    if (store := agent_store()) is not None:
+        store.set(CLAIMED, "")
 
 
 def name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:

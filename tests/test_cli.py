@@ -390,9 +390,7 @@ def test_the_resume_command_quotes_a_run_name_with_spaces(monkeypatch):
 
 def test_the_resume_command_starts_as_many_processes(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cli.resume_command("mine") == (
-        "torchrun --standalone --nproc-per-node 4 train.py --run-name mine --resume"
-    )
+    assert cli.resume_command("mine") == ("torchrun --standalone --nproc-per-node 4 train.py --run-name mine --resume")
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
     assert cli.resume_command("mine") == "the same command on every node, with --run-name mine --resume"
 

@@ -244,6 +244,15 @@ def test_one_rank_is_killed_and_torchrun_restarts_all(
     assert_equal_runs(tmp_path, run.metrics(), undisturbed(nproc, model), model)
 
 
+def test_a_refused_start_does_not_become_a_restart(small_mnist, tmp_path):
+    options = options_for_kills("mlp", small_mnist)
+    train(2, tmp_path, *options, "--epochs", "1")
+    run = Run(2, tmp_path, *options, torchrun=("--max-restarts", "1"))
+    assert run.finish() == 1
+    assert run.text.count("holds a run already") == 2
+    assert [line["epoch"] for line in run.metrics()] == [1]
+
+
 def test_stopped_in_mid_epoch_and_resumed_at_another_world_size(one_process, small_mnist, tmp_path):
     options = (*UNEVEN, "--data-dir", small_mnist, "--run-name", "run")
     part = train(4, tmp_path, *options, "--max-steps", "6")

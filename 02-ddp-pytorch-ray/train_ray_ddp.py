@@ -1,0 +1,189 @@
+"""Train an image classifier data-parallel on Ray Train.
+
+Two workers here:     python train_ray_ddp.py --num-workers 2
+In this process:      python train_ray_ddp.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
+On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
+
+It computes what train_ddp.py computes: with one --seed and --batch-size, every number of workers has the same losses,
+up to rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint.
+"""
+
+import time
+from argparse import Namespace
+
+import ray
+import ray.train
+import torch
+import torch.nn.functional as F
+from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from shared import checkpoint, cli, cluster, data, distributed, models
+
+
+def main() -> None:
+    args = cluster.training_parser(__doc__).parse_args()
+    driver = cluster.Driver()
+    folder = cluster.run_folder(args)
+
+    # [1] Whatever can be wrong is found before a worker starts.
+    state = None
+    with distributed.fail_together():
+        data.local_batch_size(args.batch_size, cluster.world_size(args))
+        if args.num_workers > 0:
+            state = cli.claim_run(args, folder, driver, storage=cluster)
+        elif args.resume:
+            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+    cluster.start(args)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=ray.shutdown)
+
+    # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
+    storage_path, _, name = folder.rpartition("/")
+    earlier = state["progress"]["metrics"] if state else []
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={**vars(args), "folder": folder},
+        scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray.train.FailureConfig(max_failures=3),
+            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+        ),
+    )
+    returned = trainer.fit().return_value
+    if isinstance(returned, distributed.UsageError):
+        raise returned
+    cli.write_metrics(args.metrics_out, returned)
+    driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
+
+
+def train_worker(config: dict) -> list[dict] | distributed.UsageError:
+    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
+    try:
+        return train(Namespace(**config), cluster.worker())
+    except distributed.UsageError as error:
+        return error
+
+
+def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    with distributed.fail_together(), distributed.local_first(worker):
+        cli.check_precision(args.precision, worker.device)
+        splits = data.load(args.dataset, args.data_dir)
+    with distributed.fail_together():
+        local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
+        data.check_batch_norm(args.model, len(splits.train), args.batch_size, worker.world_size)
+
+    # [3] The same weights on every rank; after that each rank draws its own random numbers (dropout).
+    distributed.seed_everything(args.seed)
+    dtype = torch.float64 if args.precision == "fp64" else torch.float32
+    model = models.build(args.model, splits.image_shape, splits.num_classes).to(worker.device, dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
+    distributed.seed_everything(args.seed + worker.rank)
+
+    # [4] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
+    progress = cli.new_progress(args)
+    state = None
+    if worker.rank == 0 and args.num_workers > 0:
+        _, state, _ = cluster.load_newest(args.folder)
+    state = distributed.from_rank_zero(state)
+    if state is not None:
+        with distributed.fail_together():
+            progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
+        if worker.rank == 0:
+            worker.log(f"going on after step {progress['step']}")
+
+    # [5] From here on backward() averages the gradients of all ranks.
+    ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
+    if isinstance(ddp_model, DistributedDataParallel):  # one worker's model is not wrapped
+        distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
+    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
+    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+    if state is None:
+        save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+
+    # [6] Train, validate and save, epoch by epoch.
+    while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
+        samples_per_second = train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
+        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
+        metrics = cli.finish_epoch(progress, len(splits.train), {
+            **evaluate(model, val_loader, worker),
+            "samples_per_second": samples_per_second,
+            "world_size": worker.world_size,
+        })  # fmt: skip
+        if progress["position"] == 0:
+            scheduler.step()
+        save(worker, model, optimizer, scheduler, progress, metrics)
+        if worker.rank == 0:
+            worker.log(cli.describe(metrics, args.epochs))
+    return progress["metrics"]
+
+
+def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
+    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
+    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
+    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
+    return prepare_data_loader(
+        DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
+    )
+
+
+def train_epoch(
+    ddp_model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
+    args: Namespace, progress: dict,
+) -> float:  # fmt: skip
+    """Train from `progress` to the end of the epoch, or to --max-steps; returns samples per second over all ranks."""
+    ddp_model.train()
+    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
+    loader.sampler.set_position(progress["position"])
+    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
+    if args.max_steps is not None:
+        counts = counts[: args.max_steps - progress["step"]]
+    dtype = next(ddp_model.parameters()).dtype
+    losses = []
+    started = time.perf_counter()
+    for count, (images, labels) in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+        images = images.to(worker.device, dtype, non_blocking=True)
+        labels = labels.to(worker.device, non_blocking=True)
+        with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = ddp_model(images)
+        # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
+        loss = F.cross_entropy(logits.to(dtype), labels, reduction="sum") / count
+        optimizer.zero_grad()
+        (loss * worker.world_size).backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
+    seconds = time.perf_counter() - started
+    cli.record_steps(progress, step_losses, counts)
+    return sum(counts) / seconds
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, worker: distributed.Worker) -> dict:
+    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    model.eval()
+    dtype = next(model.parameters()).dtype
+    totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, samples
+    for images, labels in loader:
+        images, labels = images.to(worker.device, dtype), labels.to(worker.device)
+        logits = model(images)
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        correct = (logits.argmax(dim=1) == labels).sum()
+        totals += torch.stack([loss.double(), correct.double(), torch.tensor(len(labels)).to(totals)])
+    loss, correct, samples = distributed.global_sum(totals).tolist()
+    return {"val_loss": loss / samples, "val_accuracy": correct / samples}
+
+
+def save(worker: distributed.Worker, model, optimizer, scheduler, progress: dict, metrics: dict) -> None:
+    """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
+    state = checkpoint.training_state(model, optimizer, scheduler, progress)
+    cluster.report(state, metrics, worker)
+
+
+if __name__ == "__main__":
+    cli.run(main)

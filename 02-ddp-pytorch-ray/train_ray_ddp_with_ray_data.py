@@ -1,0 +1,232 @@
+"""Train an image classifier data-parallel on Ray Train, fed by Ray Data.
+
+Two workers here:     python train_ray_ddp_with_ray_data.py --num-workers 2
+In this process:      python train_ray_ddp_with_ray_data.py --num-workers 0      (Ray's local mode)
+On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_ddp_with_ray_data.py --num-workers 16 \\
+                          --storage-path s3://BUCKET/runs
+
+The data set is written to Parquet under --storage-path once, and streamed from there through CPU tasks. Every sample
+is seen once an epoch, but which worker gets it, and when, is Ray's to say: so losses differ from run to run, and an
+epoch that was cut short begins again.
+"""
+
+import time
+from argparse import Namespace
+
+import numpy as np
+import ray.data
+import ray.train
+import torch
+import torch.nn.functional as F
+from ray.train.torch import TorchTrainer, prepare_model
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shared import checkpoint, cli, cluster, data, distributed, models
+
+
+def main() -> None:
+    args = cluster.training_parser(__doc__).parse_args()
+    driver = cluster.Driver()
+    folder = cluster.run_folder(args)
+
+    # [1] Whatever can be wrong is found before a worker starts.
+    state = None
+    with distributed.fail_together():
+        data.local_batch_size(args.batch_size, cluster.world_size(args))
+        if args.num_workers == 0 and cluster.world_size(args) > 1:
+            raise ValueError("Ray Data has no local mode under torchrun: start this script with plain python")
+        splits = data.load(args.dataset, args.data_dir)
+        data.check_batch_norm(args.model, len(splits.train), args.batch_size, cluster.world_size(args))
+        if args.num_workers > 0:
+            state = cli.claim_run(args, folder, driver, storage=cluster)
+        elif args.resume:
+            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+    cluster.start(args, spare_cpus=1)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=ray.shutdown)
+
+    # [2] The input: nothing is read yet, this is a plan. Each epoch streams through it, in tasks beside the workers.
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    datasets = {
+        "train": read(splits.train, f"{args.storage_path}/datasets/{args.dataset}/train"),
+        "val": read(splits.val, f"{args.storage_path}/datasets/{args.dataset}/val"),
+    }
+    shape = {
+        "image_shape": splits.image_shape, "num_classes": splits.num_classes, "num_samples": len(splits.train)
+    }  # fmt: skip
+
+    # [3] Ray Train starts the workers, makes their process group, and replaces those that die.
+    storage_path, _, name = folder.rpartition("/")
+    earlier = state["progress"]["metrics"] if state else []
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={**vars(args), **shape, "folder": folder},
+        datasets=datasets,
+        dataset_config=EverySample(),
+        scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray.train.FailureConfig(max_failures=3),
+            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+        ),
+    )
+    returned = trainer.fit().return_value
+    if isinstance(returned, distributed.UsageError):
+        raise returned
+    cli.write_metrics(args.metrics_out, returned)
+    driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
+
+
+def train_worker(config: dict) -> list[dict] | distributed.UsageError:
+    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
+    try:
+        return train(Namespace(**config), cluster.worker())
+    except distributed.UsageError as error:
+        return error
+
+
+def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    with distributed.fail_together():
+        cli.check_precision(args.precision, worker.device)
+        local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
+    train_shard, val_shard = ray.train.get_dataset_shard("train"), ray.train.get_dataset_shard("val")
+
+    # [4] The same weights on every rank; after that each rank draws its own random numbers (dropout).
+    distributed.seed_everything(args.seed)
+    dtype = torch.float64 if args.precision == "fp64" else torch.float32
+    model = models.build(args.model, args.image_shape, args.num_classes).to(worker.device, dtype)
+    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
+    distributed.seed_everything(args.seed + worker.rank)
+
+    # [5] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
+    progress = cli.new_progress(args)
+    state = None
+    if worker.rank == 0 and args.num_workers > 0:
+        _, state, _ = cluster.load_newest(args.folder)
+    state = distributed.from_rank_zero(state)
+    if state is not None:
+        with distributed.fail_together():
+            progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
+        # The stream cannot be entered in its middle: an epoch that was cut short begins again.
+        progress["step"] -= len(progress["step_losses"])
+        progress |= {"position": 0, "loss_sum": 0.0, "step_losses": []}
+        if worker.rank == 0:
+            worker.log(f"going on after step {progress['step']}")
+
+    # [6] From here on backward() averages the gradients of all ranks.
+    ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
+    if isinstance(ddp_model, DistributedDataParallel):  # one worker's model is not wrapped
+        distributed.settle_buckets(ddp_model, torch.empty(0, *args.image_shape, device=worker.device, dtype=dtype))
+    if state is None:
+        save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+
+    # [7] Train, validate and save, epoch by epoch.
+    while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
+        seconds, samples_seen = train_epoch(ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress)
+        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
+        metrics = cli.finish_epoch(progress, args.num_samples, {
+            **evaluate(model, val_shard, local_batch_size, worker),
+            "samples_per_second": progress["position"] / seconds,
+            "world_size": worker.world_size,
+        })  # fmt: skip
+        metrics["samples_seen"] = samples_seen
+        if progress["position"] == 0:
+            scheduler.step()
+        save(worker, model, optimizer, scheduler, progress, metrics)
+        if worker.rank == 0:
+            worker.log(cli.describe(metrics, args.epochs))
+    return progress["metrics"]
+
+
+class EverySample(ray.train.DataConfig):
+    """Deals all rows: Ray's own DataConfig drops up to N - 1 of them, so that all N workers get equally many."""
+
+    def configure(self, datasets: dict, world_size: int, *args, **kwargs) -> list[dict]:
+        shards = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            for shard, stream in zip(shards, dataset.streaming_split(world_size, equal=False), strict=True):
+                shard[name] = stream
+        return shards
+
+
+def read(dataset: torch.utils.data.TensorDataset, folder: str) -> ray.data.Dataset:
+    """`dataset` as a stream of Parquet files, in another order each epoch, normalised on the way."""
+    # The file order is drawn again each epoch; within the files, iter_torch_batches shuffles through a buffer.
+    files = ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle="files")
+    return files.map_batches(normalize, batch_format="numpy")
+
+
+def normalize(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Pixels in [0, 1] to [-1, 1], as `shared.data` has them. Runs in Ray Data's tasks."""
+    return {**batch, "image": (np.stack(batch["image"]) - np.float32(0.5)) / np.float32(0.5)}
+
+
+def train_epoch(
+    ddp_model: nn.Module, shard: ray.data.DataIterator, local_batch_size: int, optimizer: torch.optim.Optimizer,
+    worker: distributed.Worker, args: Namespace, progress: dict,
+) -> tuple[float, int]:  # fmt: skip
+    """Train one epoch, or to --max-steps; returns its seconds, and how many different samples all ranks saw."""
+    ddp_model.train()
+    dtype = next(ddp_model.parameters()).dtype
+    nothing = {
+        "id": torch.empty(0, dtype=torch.long),
+        "image": torch.empty(0, 1),
+        "label": torch.empty(0, dtype=torch.long),
+    }
+    seen = torch.zeros(args.num_samples, device=worker.device)
+    losses, counts = [], []
+    started = time.perf_counter()
+    batches = iter(shard.iter_torch_batches(
+        batch_size=local_batch_size, device=worker.device,
+        local_shuffle_buffer_size=8 * local_batch_size, local_shuffle_seed=args.seed + progress["epoch"],
+    ))  # fmt: skip
+    while args.max_steps is None or progress["step"] + len(losses) < args.max_steps:
+        # Ranks have different numbers of rows: all go on until the last one has none left.
+        batch = next(batches, None) or {name: tensor.to(worker.device) for name, tensor in nothing.items()}
+        count = int(distributed.global_sum(torch.tensor(len(batch["label"]), device=worker.device)))
+        if count == 0:
+            break
+        images = batch["image"].to(dtype).view(-1, *args.image_shape)
+        with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
+            logits = ddp_model(images)
+        # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
+        loss = F.cross_entropy(logits.to(dtype), batch["label"], reduction="sum") / count
+        optimizer.zero_grad()
+        (loss * worker.world_size).backward()
+        optimizer.step()
+        losses.append(loss.detach())
+        counts.append(count)
+        seen[batch["id"]] += 1
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
+    seconds = time.perf_counter() - started
+    cli.record_steps(progress, step_losses, counts)
+    return seconds, int((distributed.global_sum(seen) > 0).sum())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, shard: ray.data.DataIterator, local_batch_size: int, worker: distributed.Worker) -> dict:
+    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    model.eval()
+    dtype = next(model.parameters()).dtype
+    totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, samples
+    for batch in shard.iter_torch_batches(batch_size=local_batch_size, device=worker.device):
+        labels = batch["label"]
+        logits = model(batch["image"].to(dtype).view(-1, 1, 8, 8))
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        correct = (logits.argmax(dim=1) == labels).sum()
+        totals += torch.stack([loss.double(), correct.double(), torch.tensor(len(labels)).to(totals)])
+    loss, correct, samples = distributed.global_sum(totals).tolist()
+    return {"val_loss": loss / samples, "val_accuracy": correct / samples}
+
+
+def save(worker: distributed.Worker, model, optimizer, scheduler, progress: dict, metrics: dict) -> None:
+    """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
+    state = checkpoint.training_state(model, optimizer, scheduler, progress)
+    cluster.report(state, metrics, worker)
+
+
+if __name__ == "__main__":
+    cli.run(main)

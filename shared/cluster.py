@@ -1,0 +1,254 @@
+"""Ray without surprises: its options, starting or joining it, and a run's checkpoints in Ray's storage."""
+
+import argparse
+import json
+import logging
+import os
+import socket
+import tempfile
+import uuid
+from pathlib import Path
+
+import pyarrow.fs
+import ray
+import ray.train
+import ray.train.torch
+from ray.autoscaler.v2.sdk import get_cluster_status
+from ray.util.placement_group import placement_group, remove_placement_group
+
+import shared
+from shared import checkpoint, cli
+from shared.distributed import UsageError, Worker
+
+SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale cluster
+STATE_FILE = "state.pt"
+SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"  # Ray's own list of a run's checkpoints
+PATIENCE_S = 45  # for a cluster that may grow
+
+
+class Driver(Worker):
+    """The process that starts a Ray job, where it logs: it has no rank."""
+
+    def log(self, message: str) -> None:
+        """Print one line that says where it is from."""
+        print(f"[driver] {message}", flush=True)
+
+
+def num_workers(text: str) -> int:
+    """An option's value as a number of workers, 0 among them."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is below 0")
+    return value
+
+
+def training_parser(description: str) -> cli.Parser:
+    """The options of every training script, and those of the scripts on Ray."""
+    parser = cli.training_parser(description)
+    parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
+    parser.add_argument("--num-workers", type=num_workers, default=2,
+        help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
+        help="one GPU a worker (default: if there are any)")  # fmt: skip
+    return parser
+
+
+def world_size(args: argparse.Namespace) -> int:
+    """How many processes will train: the workers, or in local mode this one and its siblings under torchrun."""
+    return args.num_workers or int(os.environ.get("WORLD_SIZE", 1))
+
+
+def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
+    """Join the cluster of RAY_ADDRESS or of an Anyscale workspace, else start a Ray of our own on this machine.
+
+    Prints one line on what it did, and sets `args.use_gpu` where it is None. spare_cpus: CPUs needed beside one a
+    worker, as by Ray Data's tasks; without them local mode needs no Ray, and starts none. Raises UsageError where the
+    address does not answer, or where there are fewer CPUs or GPUs than `args.num_workers` need and no more to come.
+    """
+    if args.num_workers == 0:
+        logging.getLogger("ray.train").setLevel(logging.WARNING)
+        if args.use_gpu is False:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        if spare_cpus == 0:
+            return
+    # Left to itself, ray.init looks for a running Ray by a file that a crash leaves behind, and waits for the dead.
+    anyscale = any(name.startswith("ANYSCALE_") for name in os.environ)
+    address = os.environ.get("RAY_ADDRESS") or ("auto" if anyscale else "local")
+    cpus, here = args.num_workers + spare_cpus, os.cpu_count() or 1
+    settings = quiet_settings(own=address == "local")
+    if address == "local":
+        # CPUs in Ray's books: four workers may be tried on two cores, and Ray must not refuse them.
+        options = {"num_cpus": max(here, cpus if args.num_workers <= 4 else 0)}
+    else:
+        # The nodes have the packages, and no copy of `shared`.
+        options = {"runtime_env": {"py_modules": [str(Path(shared.__file__).parent)], "env_vars": settings}}
+    driver = Driver()
+    check_answers(address)
+    try:
+        context = ray.init(address, logging_config=ray.LoggingConfig(log_level="WARNING"), **options)
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+        raise UsageError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}") from error
+    has = ray.cluster_resources()
+    if args.use_gpu is None:
+        args.use_gpu = has.get("GPU", 0) > 0
+    what = "started Ray on this machine" if address == "local" else f"joined the Ray cluster at {address}"
+    page = f"; dashboard: http://{context.dashboard_url}" if context.dashboard_url else ""
+    driver.log(f"{what}: {in_words(has)}{page}")
+
+    needs = {"CPU": cpus, "GPU": args.num_workers if args.use_gpu else 0}
+    if not enough(has, needs) and (address == "local" or not grows(args, driver)):
+        raise UsageError(
+            f"{args.num_workers} workers need {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
+            f"fewer --num-workers{', --no-use-gpu' if args.use_gpu else ''} or RAY_ADDRESS of a larger cluster will do"
+        )
+    if enough(has, needs) and not enough(ray.available_resources(), needs):
+        driver.log(f"others are using the cluster; waiting for {in_words(needs)}")
+
+
+def quiet_settings(own: bool) -> dict[str, str]:
+    """Environment variables for Ray's processes: without them it prints much that one has to ignore."""
+    settings = {
+        "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints every line of a worker twice otherwise
+        # These two would set a level of their own, and print every report of every worker.
+        "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
+        "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+        "RAY_DATA_LOG_LEVEL": "WARNING",  # prints five lines an epoch and data set
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leaves CUDA_VISIBLE_DEVICES alone where no GPU is asked for
+    }
+    if own:
+        settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # watches for machines that a cloud takes back
+        settings["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # a cluster's controller need not look so often
+    # Says at every start that tokens are on.
+    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    return {name: os.environ.setdefault(name, value) for name, value in settings.items()}
+
+
+def check_answers(address: str) -> None:
+    """Raises UsageError where nobody listens at HOST:PORT: ray.init would try for ever."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if port.isdigit():
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+        except OSError as error:
+            reason = error.strerror or error
+            raise UsageError(
+                f"no Ray answers at RAY_ADDRESS={address} ({reason}): unset it to start one here"
+            ) from error
+
+
+def enough(has: dict[str, float], needs: dict[str, float]) -> bool:
+    """Whether there is at least as much of everything as is needed."""
+    return all(has.get(name, 0) >= amount for name, amount in needs.items())
+
+
+def in_words(resources: dict[str, float]) -> str:
+    """CPUs and GPUs, as people say them."""
+    cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
+    return f"{cpus:.0f} CPU{'s' * (cpus != 1)} and {f'{gpus:.0f} GPU' if gpus else 'no GPU'}{'s' * (gpus > 1)}"
+
+
+def grows(args: argparse.Namespace, driver: Worker) -> bool:
+    """Ask the cluster for what the workers need; whether it has grown, or has begun to, within PATIENCE_S seconds."""
+    bundle = {"CPU": 1, "GPU": 1} if args.use_gpu else {"CPU": 1}
+    demand = placement_group([bundle] * args.num_workers)  # what Ray Train asks for too; an autoscaler sees it
+    try:
+        for _ in range(PATIENCE_S):
+            if demand.wait(1):
+                return True
+            status = get_cluster_status(ray.get_runtime_context().gcs_address)
+            if status.pending_launches or status.pending_nodes:
+                driver.log(f"the cluster is starting nodes; waiting for {args.num_workers} times {in_words(bundle)}")
+                return True
+        return False
+    finally:
+        remove_placement_group(demand)
+
+
+def run_folder(args: argparse.Namespace) -> str:
+    """The run's folder under --storage-path: a path or a URI."""
+    if "://" not in args.storage_path:
+        return str(cli.run_folder(args))
+    return f"{args.storage_path.rstrip('/')}/{args.run_name or cli.new_run_name()}"
+
+
+# --- a run's checkpoints in Ray's storage, with the names of shared.checkpoint ---------------------------------------
+
+
+def file_system(folder: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    """What reads and writes a path or a URI, and the path in it. Raises ValueError for a URI it does not know."""
+    return pyarrow.fs.FileSystem.from_uri(folder)
+
+
+def list_newest_first(folder: str) -> list[str]:
+    """Paths of the checkpoint folders in a run's folder, readable or not, newest first."""
+    files, path = file_system(folder)
+    found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+    return sorted((each.path for each in found if each.base_name.startswith("checkpoint-")), reverse=True)
+
+
+def load_newest(folder: str) -> tuple[str | None, dict | None, list[str]]:
+    """As `checkpoint.load_newest`, of the checkpoints that `report` has made."""
+    files, skipped = file_system(folder)[0], []
+    for path in list_newest_first(folder):
+        try:
+            with ray.train.Checkpoint(path, files).as_directory() as local:
+                return path, checkpoint.load(Path(local) / STATE_FILE), skipped
+        except (ValueError, OSError) as error:
+            skipped.append(f"{Path(path).name} ({error})")
+    return None, None, skipped
+
+
+def make_folder(folder: str) -> None:
+    """Make a run's folder where it is missing, and see to Ray's list of its checkpoints. Raises OSError.
+
+    Ray refuses to go on where its list is damaged or names a checkpoint that is gone. The checkpoints themselves hold
+    all that a run needs, so such a list is deleted, and Ray begins a new one.
+    """
+    files, path = file_system(folder)
+    files.create_dir(path, recursive=True)
+    files.open_output_stream(f"{path}/.writable").close()
+    files.delete_file(f"{path}/.writable")
+    snapshot = f"{path}/{SNAPSHOT_FILE}"
+    if files.get_file_info(snapshot).is_file:
+        try:
+            listed = json.loads(files.open_input_stream(snapshot).read())["checkpoint_results"]
+            gone = {f"{path}/{each['checkpoint_dir_name']}" for each in listed} - set(list_newest_first(folder))
+        except (ValueError, KeyError, TypeError):
+            gone = {"unreadable"}
+        if gone:
+            files.delete_file(snapshot)
+
+
+def report(state: dict, metrics: dict, worker: Worker) -> None:
+    """Rank 0 writes `state`, and Ray copies it to the run's storage with `metrics` beside it. Collective."""
+    with tempfile.TemporaryDirectory() as folder:
+        reported = None
+        if worker.rank == 0:
+            checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
+            reported = ray.train.Checkpoint.from_directory(folder)
+        # A resumed run may come to the same step again: the name must still be new.
+        name = f"checkpoint-{state['progress']['step']:08d}-{uuid.uuid4().hex[:8]}"
+        ray.train.report(metrics, checkpoint=reported, checkpoint_dir_name=name)
+
+
+class MetricsFile(ray.train.UserCallback):
+    """Writes --metrics-out while a run goes on. Ray's controller calls it, on the driver's machine."""
+
+    def __init__(self, path: str | None, lines: list[dict]) -> None:
+        self.path = path and os.path.abspath(path)
+        self.lines = lines
+
+    def after_report(self, run_context: object, metrics: list[dict], checkpoint: ray.train.Checkpoint | None) -> None:
+        """Add the line of the epoch that rank 0 reports, or put it in the place of an earlier one."""
+        line = metrics[0]
+        if line["epoch"] > 0:
+            self.lines = [*self.lines[: line["epoch"] - 1], line]
+            cli.write_metrics(self.path, self.lines)
+
+
+def worker() -> Worker:
+    """Who this Ray Train worker is: Ray has made the process group, and chosen the device."""
+    context = ray.train.get_context()
+    return Worker(
+        context.get_world_rank(), context.get_local_rank(), context.get_world_size(), ray.train.torch.get_device()
+    )
