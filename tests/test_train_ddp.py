@@ -1,118 +1,17 @@
 """train_ddp.py as a user runs it: real processes, compared with one process and with themselves after a kill."""
 
-import json
-import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import psutil
 import pytest
 import torch
-from sklearn.datasets import load_digits
-
-SCRIPT = Path(__file__).parents[1] / "01-ddp-pytorch-only/train_ddp.py"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-LIMIT = 300  # seconds; what hangs is ended and fails
-
-
-def write_idx(path: Path, array: np.ndarray) -> None:
-    """Write MNIST's own format: two zero bytes, 8 for bytes, the number of dimensions, their sizes, the data."""
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
-
-
-@pytest.fixture(scope="session")
-def small_mnist(tmp_path_factory) -> Path:
-    """A data folder with 192 digits of 8x8 as MNIST: 176 for training, enough for uneven tails."""
-    folder = tmp_path_factory.mktemp("data")
-    raw = folder / "MNIST/raw"
-    raw.mkdir(parents=True)
-    digits = load_digits()
-    images, labels = (digits.images * 15.9).astype(np.uint8), digits.target
-    for name, part in (("train", slice(0, 192)), ("t10k", slice(192, 224))):
-        write_idx(raw / f"{name}-images-idx3-ubyte", images[part])
-        write_idx(raw / f"{name}-labels-idx1-ubyte", labels[part])
-    return folder
-
-
-class Run:
-    """One start of train_ddp.py: `nproc` 0 is plain python, else torchrun. Ended with everything it started."""
-
-    def __init__(self, nproc: int, folder: Path, *args: object, torchrun: tuple[str, ...] = ()) -> None:
-        self.metrics_file = folder / "metrics.jsonl"
-        start = [sys.executable] if nproc == 0 else [*TORCHRUN, "--nproc-per-node", str(nproc), *torchrun]
-        command = [*start, str(SCRIPT), "--storage-path", str(folder), "--metrics-out", str(self.metrics_file), *args]
-        self.output = folder / f"output-{time.monotonic_ns()}"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        with open(self.output, "w") as file:
-            self.process = subprocess.Popen(
-                [str(word) for word in command],
-                stdout=file,
-                stderr=file,
-                env=environment,
-                cwd=folder,
-                start_new_session=True,
-            )
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        os.killpg(self.process.pid, number)
-
-    def finish(self) -> int:
-        """Wait for the end; the exit code. A hang fails the test, with the output so far."""
-        try:
-            return self.process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
-            self.kill()
-            raise AssertionError(f"no end after {LIMIT} s:\n{self.text}") from None
-
-    def wait_for(self, path: Path) -> None:
-        """Wait until `path` exists."""
-        deadline = time.monotonic() + LIMIT
-        while not path.exists():
-            assert self.process.poll() is None, self.text
-            assert time.monotonic() < deadline, self.text
-            time.sleep(0.02)
-
-    @property
-    def text(self) -> str:
-        return self.output.read_text()
-
-    def metrics(self) -> list[dict]:
-        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
-
-
-def train(nproc: int, folder: Path, *args: object) -> list[dict]:
-    """Run to a good end; the metrics."""
-    run = Run(nproc, folder, *args)
-    assert run.finish() == 0, run.text
-    return run.metrics()
-
-
-def assert_same_losses(one: list[dict], other: list[dict], tolerance: float = 1e-9) -> None:
-    assert len(one) == len(other)
-    for a, b in zip(one, other, strict=True):
-        assert len(a["step_losses"]) == len(b["step_losses"])
-        assert a["step_losses"] == pytest.approx(b["step_losses"], abs=tolerance)
-        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=tolerance)
-        assert a["val_loss"] == pytest.approx(b["val_loss"], abs=tolerance)
-        assert a["val_accuracy"] == b["val_accuracy"]
-        assert a["samples_seen"] == b["samples_seen"]
-
+from runs import UNEVEN, Run, assert_bit_for_bit, assert_same_losses, assert_same_state, refused, train
 
 # --- N ranks compute what one process computes ---------------------------------------------------------------------
-
-UNEVEN = ("--dataset", "mnist", "--batch-size", "52", "--epochs", "2", "--seed", "7", "--precision", "fp64")
-
-
-@pytest.fixture(scope="module")
-def one_process(small_mnist, tmp_path_factory) -> list[dict]:
-    return train(0, tmp_path_factory.mktemp("one"), *UNEVEN, "--data-dir", small_mnist)
 
 
 @pytest.mark.parametrize("nproc", [1, 2, 4])
@@ -204,26 +103,18 @@ def undisturbed(small_mnist, tmp_path_factory):
 
 
 def assert_equal_runs(folder: Path, metrics: list[dict], reference: tuple[Path, list[dict]], model: str) -> None:
-    """Bit for bit: all metrics but the throughput, and the whole final state, generators included."""
-    reference_folder, reference_metrics = reference
-    for line in (*metrics, *reference_metrics):
-        line.pop("samples_per_second", None)
-    assert metrics == reference_metrics
-    name = "run/" + saved_after(EPOCHS[model], model)
-    seen, expected = (torch.load(path / name, weights_only=True) for path in (folder, reference_folder))
-    assert all(torch.equal(seen["model"][key], expected["model"][key]) for key in expected["model"])
-    for number, moments in expected["optimizer"]["state"].items():
-        assert all(torch.equal(seen["optimizer"]["state"][number][key], value) for key, value in moments.items())
-    assert all(torch.equal(a["torch"], b["torch"]) for a, b in zip(seen["random"], expected["random"], strict=True))
+    assert_bit_for_bit(metrics, reference[1])
+    last = "run/" + saved_after(EPOCHS[model], model)
+    assert_same_state(folder / last, reference[0] / last)
 
 
 @pytest.mark.parametrize(("nproc", "model", "killed_in_epoch"), [(0, "resnet18", 1), (2, "resnet18", 2), (2, "mlp", 1)])
 def test_the_whole_job_is_killed_and_resumed(nproc, model, killed_in_epoch, small_mnist, undisturbed, tmp_path):
     options = options_for_kills(model, small_mnist)
     run = Run(nproc, tmp_path, *options)
-    run.wait_for(tmp_path / "run" / saved_after(killed_in_epoch - 1, model))
+    run.wait_for(tmp_path / "run", saved_after(killed_in_epoch - 1, model))
     time.sleep(0.15)
-    ranks = psutil.Process(run.process.pid).children(recursive=True)
+    ranks = run.descendants()
     run.kill()
     for rank in ranks:  # torchrun's children lead sessions of their own
         rank.kill()
@@ -236,7 +127,7 @@ def test_one_rank_is_killed_and_torchrun_restarts_all(
     nproc, model, killed_in_epoch, small_mnist, undisturbed, tmp_path
 ):
     run = Run(nproc, tmp_path, *options_for_kills(model, small_mnist), torchrun=("--max-restarts", "1"))
-    run.wait_for(tmp_path / "run" / saved_after(killed_in_epoch - 1, model))
+    run.wait_for(tmp_path / "run", saved_after(killed_in_epoch - 1, model))
     time.sleep(0.15)
     psutil.Process(run.process.pid).children()[-1].kill()
     assert run.finish() == 0, run.text
@@ -265,7 +156,7 @@ def test_stopped_in_mid_epoch_and_resumed_at_another_world_size(one_process, sma
 def test_a_signal_ends_the_run_and_names_the_way_on(nproc, number, small_mnist, tmp_path):
     options = [*options_for_kills("resnet18", small_mnist), "--epochs", "100"]
     run = Run(nproc, tmp_path, *options)
-    run.wait_for(tmp_path / "run/checkpoint-00000011.pt")
+    run.wait_for(tmp_path / "run", "checkpoint-00000011.pt")
     sent = time.monotonic()
     run.process.send_signal(number)  # to torchrun alone, which passes it on
     code = run.finish()
@@ -280,21 +171,6 @@ def test_a_signal_ends_the_run_and_names_the_way_on(nproc, number, small_mnist, 
 
 
 # --- bad input: one message, exit code 2, no hang ------------------------------------------------------------------
-
-
-def refused(nproc: int, folder: Path, *args: object) -> str:
-    """The one error line of a start that must be refused."""
-    run = Run(nproc, folder, *args)
-    code = run.finish()
-    # torchrun ends with 1 whatever its script's exit code was, and reports that code.
-    assert code == (2 if nproc == 0 else 1), run.text
-    if nproc:
-        assert "exitcode  : 2" in run.text
-    lines = [line for line in run.text.splitlines() if line.startswith("train_ddp.py: error:")]
-    assert len(lines) == 1, run.text
-    if nproc == 0:
-        assert "Traceback" not in run.text
-    return lines[0]
 
 
 def test_a_batch_that_does_not_divide(tmp_path):
@@ -334,7 +210,7 @@ def test_damaged_and_foreign_checkpoints(nproc, small_mnist, tmp_path):
 
 
 def test_help_is_the_manual():
-    result = subprocess.run([sys.executable, SCRIPT, "--help"], capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, Run.script, "--help"], capture_output=True, text=True, check=True)
     for option in ("epochs", "max-steps", "batch-size", "lr", "seed", "model", "dataset", "data-dir", "precision",
                    "storage-path", "run-name", "resume", "metrics-out"):  # fmt: skip
         assert f"--{option}" in result.stdout

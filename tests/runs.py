@@ -1,0 +1,120 @@
+"""Training scripts as a user starts them: real processes, their output, their metrics; for several test files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+LIMIT = 300  # seconds; what hangs is ended and fails
+UNEVEN = ("--dataset", "mnist", "--batch-size", "52", "--epochs", "2", "--seed", "7", "--precision", "fp64")
+
+
+class Run:
+    """One start of a script with its own session: `nproc` 0 is plain python, else torchrun."""
+
+    script = ROOT / "01-ddp-pytorch-only/train_ddp.py"
+
+    def __init__(
+        self, nproc: int, folder: Path, *args: object, torchrun: tuple[str, ...] = (), script: Path | None = None
+    ) -> None:
+        self.metrics_file = folder / "metrics.jsonl"
+        start = [sys.executable] if nproc == 0 else [*TORCHRUN, "--nproc-per-node", str(nproc), *torchrun]
+        options = ["--storage-path", folder, "--metrics-out", self.metrics_file]
+        command = [*start, script or self.script, *options, *args]
+        self.output = folder / f"output-{time.monotonic_ns()}"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with open(self.output, "w") as file:
+            self.process = subprocess.Popen(
+                [str(word) for word in command], stdout=file, stderr=file, env=environment, cwd=folder,
+                start_new_session=True,
+            )  # fmt: skip
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        os.killpg(self.process.pid, number)
+
+    def descendants(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def finish(self) -> int:
+        """Wait for the end; the exit code. A hang fails the test, with the output so far."""
+        try:
+            return self.process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            for child in self.descendants():
+                child.kill()
+            self.kill()
+            raise AssertionError(f"no end after {LIMIT} s:\n{self.text}") from None
+
+    def wait_for(self, folder: Path, pattern: str) -> Path:
+        """Wait until something in `folder` matches `pattern`."""
+        deadline = time.monotonic() + LIMIT
+        while not (found := list(folder.glob(pattern))):
+            assert self.process.poll() is None, self.text
+            assert time.monotonic() < deadline, self.text
+            time.sleep(0.02)
+        return found[0]
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text()
+
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
+
+
+def train(nproc: int, folder: Path, *args: object, script: Path | None = None) -> list[dict]:
+    """Run to a good end; the metrics."""
+    run = Run(nproc, folder, *args, script=script)
+    assert run.finish() == 0, run.text
+    return run.metrics()
+
+
+def assert_same_losses(one: list[dict], other: list[dict], tolerance: float = 1e-9) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        assert len(a["step_losses"]) == len(b["step_losses"])
+        assert a["step_losses"] == pytest.approx(b["step_losses"], abs=tolerance)
+        assert a["train_loss"] == pytest.approx(b["train_loss"], abs=tolerance)
+        assert a["val_loss"] == pytest.approx(b["val_loss"], abs=tolerance)
+        assert a["val_accuracy"] == b["val_accuracy"]
+        assert a["samples_seen"] == b["samples_seen"]
+
+
+def assert_bit_for_bit(metrics: list[dict], reference: list[dict]) -> None:
+    """All metrics but the throughput."""
+    for line in (*metrics, *reference):
+        line.pop("samples_per_second", None)
+    assert metrics == reference
+
+
+def assert_same_state(seen: Path, expected: Path) -> None:
+    """The whole states in two files, bit for bit: weights, optimizer, generators."""
+    seen, expected = (torch.load(path, weights_only=True) for path in (seen, expected))
+    assert all(torch.equal(seen["model"][key], expected["model"][key]) for key in expected["model"])
+    for number, moments in expected["optimizer"]["state"].items():
+        assert all(torch.equal(seen["optimizer"]["state"][number][key], value) for key, value in moments.items())
+    assert all(torch.equal(a["torch"], b["torch"]) for a, b in zip(seen["random"], expected["random"], strict=True))
+
+
+def refused(nproc: int, folder: Path, *args: object, script: Path | None = None) -> str:
+    """The one error line of a start that must be refused."""
+    run = Run(nproc, folder, *args, script=script)
+    code = run.finish()
+    # torchrun ends with 1 whatever its script's exit code was, and reports that code.
+    assert code == (2 if nproc == 0 else 1), run.text
+    if nproc:
+        assert "exitcode  : 2" in run.text
+    lines = [line for line in run.text.splitlines() if line.startswith(f"{(script or run.script).name}: error:")]
+    assert len(lines) == 1, run.text
+    if nproc == 0:
+        assert "Traceback" not in run.text
+    return lines[0]
