@@ -1,6 +1,7 @@
 # make lab     set up .venv and open JupyterLab at the first lesson   (a server: make lab LAB_ARGS="--no-browser --ip 0.0.0.0")
 # make test    set up .venv and run every test, lesson and solution
 # make bench   measure on this machine, into benchmarks/results/
+# make diffs   bring the diffs that the READMEs show up to date
 # make lint    style; make hooks: checks before each commit; make wheelhouse: wheels for a room without a network
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -18,7 +19,7 @@ PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $(PIP_ARGS)
 
-.PHONY: lab test bench lint hooks wheelhouse
+.PHONY: lab test bench diffs lint hooks wheelhouse
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
@@ -42,6 +43,9 @@ test: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py
+
+diffs: .venv/installed
+	$(BIN)/python tests/diffs.py
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --exclude '*.ipynb' .

@@ -14,6 +14,7 @@ import time
 from argparse import Namespace
 
 import numpy as np
+import ray
 import ray.data
 import ray.train
 import torch
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from ray.train.torch import TorchTrainer, prepare_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import TensorDataset
 
 from shared import checkpoint, cli, cluster, data, distributed, models
 
@@ -47,20 +49,20 @@ def main() -> None:
 
     # [2] The input: nothing is read yet, this is a plan. Each epoch streams through it, in tasks beside the workers.
     ray.data.DataContext.get_current().enable_progress_bars = False
+    storage_path, _, name = folder.rpartition("/")
     datasets = {
-        "train": read(splits.train, f"{args.storage_path}/datasets/{args.dataset}/train"),
-        "val": read(splits.val, f"{args.storage_path}/datasets/{args.dataset}/val"),
+        "train": read(splits.train, f"{storage_path}/datasets/{args.dataset}/train", args.seed),
+        "val": read(splits.val, f"{storage_path}/datasets/{args.dataset}/val", args.seed),
     }
-    shape = {
+    sizes = {
         "image_shape": splits.image_shape, "num_classes": splits.num_classes, "num_samples": len(splits.train)
     }  # fmt: skip
 
     # [3] Ray Train starts the workers, makes their process group, and replaces those that die.
-    storage_path, _, name = folder.rpartition("/")
     earlier = state["progress"]["metrics"] if state else []
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={**vars(args), **shape, "folder": folder},
+        train_loop_config={**vars(args), **sizes, "folder": folder},
         datasets=datasets,
         dataset_config=EverySample(),
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
@@ -128,7 +130,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
         seconds, samples_seen = train_epoch(ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress)
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         metrics = cli.finish_epoch(progress, args.num_samples, {
-            **evaluate(model, val_shard, local_batch_size, worker),
+            **evaluate(model, val_shard, local_batch_size, args.image_shape, worker),
             "samples_per_second": progress["position"] / seconds,
             "world_size": worker.world_size,
         })  # fmt: skip
@@ -152,11 +154,10 @@ class EverySample(ray.train.DataConfig):
         return shards
 
 
-def read(dataset: torch.utils.data.TensorDataset, folder: str) -> ray.data.Dataset:
+def read(dataset: TensorDataset, folder: str, seed: int) -> ray.data.Dataset:
     """`dataset` as a stream of Parquet files, in another order each epoch, normalised on the way."""
-    # The file order is drawn again each epoch; within the files, iter_torch_batches shuffles through a buffer.
-    files = ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle="files")
-    return files.map_batches(normalize, batch_format="numpy")
+    shuffle = ray.data.FileShuffleConfig(seed=seed, reseed_after_execution=True)
+    return ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle=shuffle).map_batches(normalize)
 
 
 def normalize(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
@@ -171,12 +172,8 @@ def train_epoch(
     """Train one epoch, or to --max-steps; returns its seconds, and how many different samples all ranks saw."""
     ddp_model.train()
     dtype = next(ddp_model.parameters()).dtype
-    nothing = {
-        "id": torch.empty(0, dtype=torch.long),
-        "image": torch.empty(0, 1),
-        "label": torch.empty(0, dtype=torch.long),
-    }
     seen = torch.zeros(args.num_samples, device=worker.device)
+    nothing = {name: torch.empty(0, dtype=torch.long, device=worker.device) for name in ("id", "image", "label")}
     losses, counts = [], []
     started = time.perf_counter()
     batches = iter(shard.iter_torch_batches(
@@ -184,12 +181,12 @@ def train_epoch(
         local_shuffle_buffer_size=8 * local_batch_size, local_shuffle_seed=args.seed + progress["epoch"],
     ))  # fmt: skip
     while args.max_steps is None or progress["step"] + len(losses) < args.max_steps:
-        # Ranks have different numbers of rows: all go on until the last one has none left.
-        batch = next(batches, None) or {name: tensor.to(worker.device) for name, tensor in nothing.items()}
+        # Ranks have different numbers of rows: all go on, some with empty batches, until the last one has none left.
+        batch = next(batches, nothing)
         count = int(distributed.global_sum(torch.tensor(len(batch["label"]), device=worker.device)))
         if count == 0:
             break
-        images = batch["image"].to(dtype).view(-1, *args.image_shape)
+        images = batch["image"].to(dtype).view(len(batch["label"]), *args.image_shape)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = ddp_model(images)
         # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
@@ -207,14 +204,16 @@ def train_epoch(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, shard: ray.data.DataIterator, local_batch_size: int, worker: distributed.Worker) -> dict:
+def evaluate(
+    model: nn.Module, shard: ray.data.DataIterator, batch_size: int, image_shape: tuple, worker: distributed.Worker
+) -> dict:
     """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
     model.eval()
     dtype = next(model.parameters()).dtype
     totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, samples
-    for batch in shard.iter_torch_batches(batch_size=local_batch_size, device=worker.device):
+    for batch in shard.iter_torch_batches(batch_size=batch_size, device=worker.device):
         labels = batch["label"]
-        logits = model(batch["image"].to(dtype).view(-1, 1, 8, 8))
+        logits = model(batch["image"].to(dtype).view(len(labels), *image_shape))
         loss = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(dim=1) == labels).sum()
         totals += torch.stack([loss.double(), correct.double(), torch.tensor(len(labels)).to(totals)])

@@ -22,8 +22,9 @@ import psutil
 import torch
 import torch.nn.functional as F
 from torch.distributed.run import get_args_parser
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shared import models
+from shared import data, models
 
 
 class Wrong(Exception):
@@ -453,3 +454,158 @@ def exercise_1_14(node_command: Callable[[int, list[str], int, list[str]], list[
         ids = [command.rdzv_id for command in commands]
         if len(set(ids)) > 1 or ids[0] == "none":
             raise Wrong(f"one launch has one --rdzv-id, the same on every node; yours are {ids}")
+
+
+# --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
+
+
+@exercise("2.1", "the scale stands outside of the training function: more workers are another number.")
+def exercise_2_1(plan: Callable) -> None:
+    """plan(num_workers, num_gpus, global_batch) -> (ScalingConfig, {"batch_size": each worker's part})."""
+    from ray.train import ScalingConfig  # takes seconds to import
+
+    for num_workers, num_gpus, global_batch in ((4, 0, 64), (4, 4, 64), (4, 2, 128), (1, 1, 32), (2, 8, 10)):
+        call = f"plan({num_workers}, {num_gpus}, {global_batch})"
+        answer = plan(num_workers, num_gpus, global_batch)
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], ScalingConfig)):
+            raise Wrong(f"{call} should return a ScalingConfig and a dict; yours is {answer!r}")
+        scaling_config, config = answer
+        if scaling_config.num_workers != num_workers:
+            raise Wrong(f"{call} asks for {scaling_config.num_workers} workers, expected {num_workers}")
+        if bool(scaling_config.use_gpu) != (num_gpus >= num_workers):
+            hint = "Each worker takes a GPU of its own: use them if there are as many as workers, and only then."
+            raise Wrong(f"in {call} use_gpu is {scaling_config.use_gpu}, expected {num_gpus >= num_workers}. {hint}")
+        if not isinstance(config, dict) or "batch_size" not in config:
+            raise Wrong(f'{call} should return a train_loop_config with a "batch_size"; yours is {config!r}')
+        hint = "That is the global batch: each worker takes its part." if config["batch_size"] == global_batch else ""
+        expect_close(config["batch_size"], global_batch // num_workers, f"in {call} each worker's batch", hint=hint)
+    try:
+        answer = plan(3, 0, 64)
+    except ValueError:
+        return
+    raise Wrong(f"plan(3, 0, 64) returns {answer[1]!r}: 64 does not divide by 3, so raise a ValueError")
+
+
+@exercise("2.2", "every epoch has its order, on one worker and on many.")
+def exercise_2_2(start_epoch: Callable) -> None:
+    """start_epoch(loader, epoch) tells the loader's sampler which epoch begins, where it can be told."""
+    dataset = TensorDataset(torch.arange(8))
+    for sampler, whose in (
+        (DistributedSampler(dataset, 2, 0), "Ray's own sampler, a DistributedSampler"),
+        (data.UnpaddedDistributedSampler(dataset, 1, 0), "our own sampler on one worker"),
+        (None, "the loader of one worker without a sampler of ours"),
+    ):
+        loader = DataLoader(dataset, 2, shuffle=sampler is None, sampler=sampler)
+        for epoch in (1, 2):
+            try:
+                start_epoch(loader, epoch)
+            except AttributeError as error:
+                raise Wrong(f"with {whose} it raises: {error}. Ask first what kind of sampler it is") from None
+            if sampler is not None and sampler.epoch != epoch:
+                raise Wrong(f"with {whose} it should be epoch {epoch}, and is {sampler.epoch}: call its set_epoch")
+            if len([batch for batch in loader]) != len(loader):
+                raise Wrong(f"with {whose} the loader no longer gives its {len(loader)} batches")
+
+
+@exercise("2.3", "the newest checkpoint is for resuming, the best one for using.")
+def exercise_2_3(best_weights: Callable) -> None:
+    """best_weights(result) -> the state dict of the checkpoint with the highest val_accuracy."""
+    from ray.train import Checkpoint, Result  # takes seconds to import
+
+    for accuracies in ([0.80, 0.95, 0.90], [0.97, 0.60, 0.70], [0.50, 0.60, 0.99]):
+        best = accuracies.index(max(accuracies)) + 1
+        with tempfile.TemporaryDirectory() as storage:
+            pairs = []
+            for epoch, accuracy in enumerate(accuracies, start=1):
+                folder = Path(storage, f"checkpoint_{epoch}")
+                folder.mkdir()
+                torch.save({"weight": torch.full((2, 2), float(epoch))}, folder / "model.pt")
+                # The loss, as it sometimes does, is lowest elsewhere.
+                metrics = {"epoch": epoch, "val_loss": 1 / epoch, "val_accuracy": accuracy}
+                pairs.append((Checkpoint.from_directory(folder), metrics))
+            newest, metrics = pairs[-1]
+            weights = best_weights(Result(metrics, newest, None, storage, best_checkpoints=pairs))
+        where = f"where the epochs reached {', '.join(f'{accuracy:.2f}' for accuracy in accuracies)}"
+        if not isinstance(weights, dict) or "weight" not in weights:
+            raise Wrong(f"{where}, it should return what torch.load gives, a state dict; yours is a {type(weights).__name__}")
+        seen = int(weights["weight"][0, 0])
+        if seen != best:
+            hint = "That is the newest one." if seen == len(accuracies) else ""
+            raise Wrong(
+                f"{where}, these are the weights of epoch {seen}, expected those of epoch {best}. {hint}".strip()
+            )
+
+
+# --- Lesson 2.2: nothing changed but the launcher --------------------------------------------------------------------
+
+
+@exercise("2.4", "a start-up is paid once, a rate with every sample.")
+def exercise_2_4(break_even: Callable) -> None:
+    """break_even((startup_s, rate), (startup_s, rate)) -> samples from which on the second is done no later."""
+    for plain, cluster, expected, why in (
+        ((5.0, 100.0), (30.0, 200.0), 5000, "after 5,000 samples both are done at 55 s"),
+        ((5.0, 60.0), (29.0, 180.0), 2160, "after 2,160 samples both are done at 41 s"),
+        ((5.0, 100.0), (30.0, 100.0), math.inf, "at the same rate it never makes up for its start"),
+        ((5.0, 100.0), (30.0, 80.0), math.inf, "it starts later and is slower: it never catches up"),
+        ((30.0, 100.0), (5.0, 200.0), 0, "it is ahead from the start, and stays ahead"),
+        ((5.0, 100.0), (5.0, 100.0), 0, "both are equal, so it is never behind"),
+        ((30.0, 200.0), (5.0, 100.0), math.inf, "it begins sooner, but in the end it is always behind"),
+    ):
+        call = f"break_even({plain}, {cluster})"
+        try:
+            seen = break_even(plain, cluster)
+        except ZeroDivisionError:
+            raise Wrong(f"{call} divides by zero. Expected {expected}: {why}") from None
+        expect_close(seen, expected, call, hint=f"See: {why}.")
+
+
+STACKS = {
+    "validation": (
+        [
+            ["all_reduce (torch/distributed.py:90)", "global_sum (shared.py:31)", "evaluate (train.py:80)"],
+            ["wait (torch/work.py:12)", "all_reduce (torch/distributed.py:90)", "evaluate (train.py:80)"],
+            ["read (socket.py:700)", "get (requests.py:5)", "log_to_server (train.py:95)", "main (train.py:20)"],
+            ["evaluate (train.py:80)", "main (train.py:20)"],
+        ],
+        [2],
+    ),
+    "the first rank": (
+        [
+            ["sleep (train.py:51)", "train_epoch (train.py:40)"],
+            ["backward (torch/autograd.py:8)", "train_epoch (train.py:44)", "main (train.py:21)"],
+            ["wait (torch/work.py:12)", "backward (torch/autograd.py:8)", "train_epoch (train.py:44)"],
+            ["wait (torch/work.py:12)", "backward (torch/autograd.py:8)", "train_epoch (train.py:44)"],
+        ],
+        [0],
+    ),
+    "all at one place": (
+        [[f"step_{depth} (torch/x.py:{depth})" for depth in range(rank)] + ["save (train.py:99)"] for rank in range(4)],
+        [],
+    ),
+    "another line of the same function": (
+        [
+            *([["wait (torch/work.py:12)", "train_epoch (train.py:44)"]] * 3),
+            ["wait (torch/work.py:12)", "train_epoch (train.py:47)"],
+        ],
+        [3],
+    ),
+    "two of six": ([["x (train.py:7)"], *([["y (torch/y.py:1)", "z (train.py:9)"]] * 4), ["x (train.py:7)"]], [0, 5]),
+}
+
+
+@exercise("2.5", "look at the rank that is somewhere else.")
+def exercise_2_5(odd_ranks: Callable) -> None:
+    """odd_ranks({rank: frames, innermost first}) -> the ranks at another place in train.py than most."""
+    for name, (stacks, expected) in STACKS.items():
+        seen = odd_ranks({rank: list(frames) for rank, frames in enumerate(stacks)})
+        try:
+            seen = list(seen)
+        except TypeError:
+            raise Wrong(f"return a list of ranks, not {seen!r}") from None
+        if seen != expected:
+            places = [next(frame for frame in frames if "train.py" in frame) for frames in stacks]
+            hint = "Compare only each rank's innermost frame in train.py, with its line number."
+            if sorted(seen, key=str) == expected:
+                hint = "Sort them."
+            raise Wrong(f"in train.py the ranks stand at {', '.join(places)} ({name}): expected {expected}, "
+                        f"you say {seen}. {hint}")  # fmt: skip

@@ -76,7 +76,12 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
     address = os.environ.get("RAY_ADDRESS") or ("auto" if anyscale else "local")
     cpus, here = args.num_workers + spare_cpus, os.cpu_count() or 1
     settings = quiet_settings(own=address == "local")
+    own_address = {}
     if address == "local":
+        # Ray's helpers look for "the" Ray of a machine, and complain where two run: tell them which one is theirs.
+        with socket.create_server(("", 0)) as free:
+            port = str(free.getsockname()[1])
+        own_address = {"RAY_GCS_SERVER_PORT": port, "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
         # CPUs in Ray's books: four workers may be tried on two cores, and Ray must not refuse them.
         options = {"num_cpus": max(here, cpus if args.num_workers <= 4 else 0)}
     else:
@@ -85,9 +90,13 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
     driver = Driver()
     check_answers(address)
     try:
+        os.environ.update(own_address)
         context = ray.init(address, logging_config=ray.LoggingConfig(log_level="WARNING"), **options)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         raise UsageError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}") from error
+    finally:
+        for name in own_address:
+            del os.environ[name]
     has = ray.cluster_resources()
     if args.use_gpu is None:
         args.use_gpu = has.get("GPU", 0) > 0
@@ -101,7 +110,7 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
             f"{args.num_workers} workers need {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
             f"fewer --num-workers{', --no-use-gpu' if args.use_gpu else ''} or RAY_ADDRESS of a larger cluster will do"
         )
-    if enough(has, needs) and not enough(ray.available_resources(), needs):
+    if address != "local" and enough(has, needs) and not enough(ray.available_resources(), needs):
         driver.log(f"others are using the cluster; waiting for {in_words(needs)}")
 
 
@@ -175,8 +184,11 @@ def run_folder(args: argparse.Namespace) -> str:
 
 
 def file_system(folder: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    """What reads and writes a path or a URI, and the path in it. Raises ValueError for a URI it does not know."""
-    return pyarrow.fs.FileSystem.from_uri(folder)
+    """What reads and writes a path or a URI, and the path in it. Raises ValueError for a URI that it cannot use."""
+    try:
+        return pyarrow.fs.FileSystem.from_uri(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot use --storage-path: {error}") from error
 
 
 def list_newest_first(folder: str) -> list[str]:

@@ -116,7 +116,7 @@ def load(name: str, data_dir: str | Path = "data") -> Splits:
     raise ValueError(f"unknown data set {name!r}; use one of {', '.join(IMAGE_DATASETS)}")
 
 
-def write_parquet(dataset: TensorDataset, folder: str, num_files: int = 8) -> str:
+def write_parquet(dataset: TensorDataset, folder: str, num_files: int = 4) -> str:
     """Write `dataset` for Ray Data as Parquet files into `folder`, a path or a URI; returns `folder`.
 
     Columns: id (the sample's number), image (its pixels in [0, 1], flat), label. What a complete earlier call has

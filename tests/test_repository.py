@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from diffs import readmes, with_fresh_diffs
 from notebook_rules import ROOT, dead_links, repository_files
 
 CODE_LINES_IN_SHARED = 1200
@@ -107,6 +108,13 @@ def test_links_and_pictures_of_all_markdown_files_lead_somewhere():
     assert violations == []
 
 
+def test_the_diffs_in_the_readmes_are_those_of_the_scripts():
+    assert readmes()
+    assert [path.parent.name for path in readmes() if with_fresh_diffs(path.read_text()) != path.read_text()] == [], (
+        "run `make diffs`"
+    )
+
+
 def test_drawings_fetch_nothing():
     drawings = [path for path in repository_files() if path.suffix == ".svg"]
     assert [
@@ -202,3 +210,12 @@ def test_ignored_files_are_left_out_and_new_ones_are_not(tmp_path):
         (tmp_path / name).touch()
     names = [path.relative_to(tmp_path).as_posix() for path in repository_files(tmp_path)]
     assert sorted(names) == [".ci/run", "01-a/kept.py", "kept.md"]
+
+
+def test_a_stale_diff_is_found_and_renewed():
+    script = "01-ddp-pytorch-only/train_ddp.py"
+    stale = f"before\n<!-- diff: {script} {script} -->\n```diff\n-old\n```\n<!-- end of diff -->\nafter\n"
+    fresh = with_fresh_diffs(stale)
+    assert fresh == f"before\n<!-- diff: {script} {script} -->\n```diff\n```\n<!-- end of diff -->\nafter\n"
+    assert with_fresh_diffs(fresh) == fresh
+    assert with_fresh_diffs("no marks\n") == "no marks\n"

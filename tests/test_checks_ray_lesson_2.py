@@ -1,0 +1,101 @@
+"""The checks of lesson 2.2: right answers pass, the stub and plausible wrong ones are rejected with help."""
+
+import math
+from collections import Counter
+
+import pytest
+from test_checks import assert_accepts, assert_rejects, stub
+
+from shared import checks
+
+
+@pytest.mark.parametrize("check", [checks.exercise_2_4, checks.exercise_2_5])
+def test_a_stub_is_not_done_yet(check, capsys):
+    assert_rejects(check, stub, "not done yet", capsys)
+
+
+# --- 2.4: when a slower start pays -----------------------------------------------------------------------------------
+
+
+def break_even(plain, cluster):
+    late, won_per_sample = cluster[0] - plain[0], 1 / plain[1] - 1 / cluster[1]
+    if late <= 0 <= won_per_sample:
+        return 0
+    return late / won_per_sample if won_per_sample > 0 else math.inf
+
+
+def crossing(plain, cluster):
+    return (cluster[0] - plain[0]) / (1 / plain[1] - 1 / cluster[1])
+
+
+def by_rates(plain, cluster):
+    return (cluster[0] - plain[0]) * (cluster[1] - plain[1])
+
+
+def never_from_the_start(plain, cluster):
+    return crossing(plain, cluster) if cluster[1] > plain[1] else math.inf
+
+
+def seconds_instead(plain, cluster):
+    return break_even(plain, cluster) / plain[1]
+
+
+def test_2_4_accepts(capsys):
+    assert_accepts(checks.exercise_2_4, break_even, capsys)
+
+
+@pytest.mark.parametrize(("answer", "because"), [
+    (crossing, "divides by zero. Expected inf: at the same rate it never makes up for its start"),
+    (by_rates, "is 2500, expected 5000. See: after 5,000 samples both are done at 55 s"),
+    (never_from_the_start, "expected 0. See: it is ahead from the start, and stays ahead"),
+    (seconds_instead, "is 50, expected 5000"),
+    (lambda plain, cluster: None, "should be a number, and is None"),
+])  # fmt: skip
+def test_2_4_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_4, answer, because, capsys)
+
+
+# --- 2.5: the rank that stands elsewhere -----------------------------------------------------------------------------
+
+
+def odd_ones(places):
+    [(usual, _)] = Counter(places.values()).most_common(1)
+    return sorted(rank for rank, place in places.items() if place != usual)
+
+
+def odd_ranks(stacks):
+    return odd_ones({rank: next(f for f in frames if "train.py" in f) for rank, frames in stacks.items()})
+
+
+def by_the_innermost_frame(stacks):
+    return odd_ones({rank: frames[0] for rank, frames in stacks.items()})
+
+
+def by_the_outermost_frame(stacks):
+    return odd_ones({rank: frames[-1] for rank, frames in stacks.items()})
+
+
+def by_the_function(stacks):
+    frames = {rank: next(f for f in frames if "train.py" in f) for rank, frames in stacks.items()}
+    return odd_ones({rank: frame.split()[0] for rank, frame in frames.items()})
+
+
+def other_than_rank_zero(stacks):
+    places = {rank: next(f for f in frames if "train.py" in f) for rank, frames in stacks.items()}
+    return [rank for rank in places if places[rank] != places[0]]
+
+
+def test_2_5_accepts(capsys):
+    assert_accepts(checks.exercise_2_5, odd_ranks, capsys)
+
+
+@pytest.mark.parametrize(("answer", "because"), [
+    (by_the_innermost_frame, "Compare only each rank's innermost frame in train.py"),
+    (by_the_outermost_frame, "(validation): expected [2], you say [2, 3]"),
+    (by_the_function, "(another line of the same function): expected [3], you say []"),
+    (other_than_rank_zero, "(the first rank): expected [0], you say [1, 2, 3]"),
+    (lambda stacks: odd_ranks(stacks)[::-1], "(two of six): expected [0, 5], you say [5, 0]. Sort them."),
+    (lambda stacks: None, "return a list of ranks, not None"),
+])  # fmt: skip
+def test_2_5_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_5, answer, because, capsys)

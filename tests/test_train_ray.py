@@ -1,0 +1,196 @@
+"""The scripts on Ray Train as a user starts them: held to train_ddp.py, killed, refused, and joined to a cluster."""
+
+import contextlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from runs import LIMIT, ROOT, UNEVEN, Run, assert_bit_for_bit, assert_same_losses, assert_same_state, refused, train
+
+SCRIPT = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
+WITH_RAY_DATA = ROOT / "02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py"
+
+
+@pytest.fixture
+def options(small_mnist) -> tuple:
+    return (*UNEVEN, "--data-dir", small_mnist, "--run-name", "run")
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """No other Ray is joined by accident."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+pytestmark = pytest.mark.usefixtures("no_ray")
+
+
+def start(folder: Path, *args: object, script: Path = SCRIPT) -> Run:
+    return Run(0, folder, *args, script=script)
+
+
+def newest(folder: Path) -> Path:
+    return sorted((folder / "run").glob("checkpoint-*"))[-1] / "state.pt"
+
+
+def wait_for_epoch(run: Run, epoch: int) -> None:
+    """Wait until this epoch is reported and its checkpoint stored, and then well into the next one."""
+    run.wait_for(run.metrics_file.parent, "metrics.jsonl")
+    deadline = time.monotonic() + LIMIT
+    while len(run.metrics()) < epoch:
+        assert run.process.poll() is None and time.monotonic() < deadline, run.text
+        time.sleep(0.05)
+    time.sleep(0.3)
+
+
+def kill_a_worker(run: Run) -> None:
+    [process for process in run.descendants() if process.name().startswith("ray::RayTrain")][-1].kill()
+
+
+def test_local_mode(one_process, options, tmp_path):
+    metrics = train(0, tmp_path, *options, "--num-workers", 0, script=SCRIPT)
+    assert_same_losses(one_process, metrics)
+    assert {line["world_size"] for line in metrics} == {1}
+    assert not (tmp_path / "run").exists()  # nothing is stored
+
+
+def test_a_killed_worker_is_replaced(one_process, options, tmp_path):
+    run = start(tmp_path, *options, "--num-workers", 1)
+    wait_for_epoch(run, 1)
+    kill_a_worker(run)
+    assert run.finish() == 0, run.text
+    assert run.text.count("going on after step 4") == 1, run.text
+    assert_same_losses(one_process, run.metrics())
+    assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
+
+
+def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
+    """Two Ray workers end where torchrun's two ranks do, bit for bit, whatever happens to them on the way."""
+    options = [*options, "--epochs", "3"]
+    run = start(tmp_path, *options, "--num-workers", 2)
+    run.wait_for(tmp_path / "run", "checkpoint-00000000-*/state.pt")
+    time.sleep(1)
+    kill_a_worker(run)
+    wait_for_epoch(run, 2)
+    ray = run.descendants()
+    run.process.kill()
+    run.finish()
+    workers = [process for process in ray if process.is_running() and process.name().startswith("ray::RayTrain")]
+    assert not psutil.wait_procs(workers, timeout=30)[1]
+    for process in ray:  # Ray's agents stay for minutes
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    newest(tmp_path).write_bytes(newest(tmp_path).read_bytes()[:100_000])
+
+    assert "add --resume to go on" in refused(0, tmp_path, *options, "--num-workers", 2, script=SCRIPT)
+    again = start(tmp_path, *options, "--num-workers", 2, "--resume")
+    assert again.finish() == 0, again.text
+    assert again.text.count("skipped checkpoint-00000008") == 1, again.text
+    assert again.text.count("[driver] resuming from") == 1
+
+    (tmp_path / "reference").mkdir()
+    reference = train(2, tmp_path / "reference", *options)
+    assert_bit_for_bit(again.metrics(), reference)
+    assert_same_state(newest(tmp_path), tmp_path / "reference/run/checkpoint-00000012.pt")
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """The address of a Ray cluster of one node with five CPUs in its books."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    log = tmp_path_factory.mktemp("ray") / "log"
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port", str(port)]
+    command += ["--num-cpus", "5", "--node-ip-address", "127.0.0.1"]
+    with open(log, "w") as file:
+        node = subprocess.Popen(command, stdout=file, stderr=file, start_new_session=True)
+    while "Ray runtime started" not in log.read_text():
+        assert node.poll() is None, log.read_text()
+        time.sleep(0.2)
+    yield f"127.0.0.1:{port}"
+    children = psutil.Process(node.pid).children(recursive=True)
+    node.send_signal(signal.SIGTERM)
+    _, alive = psutil.wait_procs([psutil.Process(node.pid), *children], timeout=20)
+    for process in alive:
+        process.kill()
+
+
+def test_four_workers_on_a_cluster(cluster, one_process, options, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    run = start(tmp_path, *options, "--num-workers", 4)
+    assert run.finish() == 0, run.text
+    assert f"joined the Ray cluster at {cluster}: 5 CPUs and no GPU" in run.text
+    assert_same_losses(one_process, run.metrics())
+    assert {line["world_size"] for line in run.metrics()} == {4}
+    said = [line for line in run.text.splitlines() if line]
+    assert len(said) == 4, run.text  # joined, two epochs, done: nothing of Ray's own
+
+
+def test_more_workers_than_a_cluster_has(cluster, tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", cluster)
+    began = time.monotonic()
+    error = refused(0, tmp_path, "--num-workers", 16, script=SCRIPT)
+    assert time.monotonic() - began < 75  # a minute of patience with a cluster that might grow, and Python's start
+    assert "16 workers need 16 CPUs and no GPU, and there are 5 CPUs and no GPU" in error
+
+
+def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
+    run = start(tmp_path, *options, "--num-workers", 1, "--epochs", 100)
+    wait_for_epoch(run, 1)
+    ray = run.descendants()
+    sent = time.monotonic()
+    run.process.send_signal(signal.SIGINT)
+    assert run.finish() == 128 + signal.SIGINT
+    assert time.monotonic() - sent < 10
+    (said,) = [line for line in run.text.splitlines() if "stopped by" in line]
+    assert said.startswith(f"[driver] stopped by SIGINT: {tmp_path / 'run'}/checkpoint-")
+    assert "--run-name run " in said and said.endswith("--resume")
+    psutil.wait_procs(ray, timeout=30)
+    assert not [process for process in ray if process.is_running()]
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    (["--num-workers", "-1"], "-1 is below 0"),
+    (["--num-workers", "0", "--resume", "--run-name", "run"], "stores no checkpoints"),
+    (["--num-workers", "4", "--batch-size", "130"], "130 is not divisible by 4 ranks; use 128 or 132"),
+    (["--dataset", "cats"], "invalid choice: 'cats'"),
+    (["--resume", "--run-name", "none"], "nothing to resume"),
+    (["--storage-path", "/proc/runs"], "cannot write to --storage-path"),
+    (["--storage-path", "ftp://host/runs"], "cannot use --storage-path: Unrecognized filesystem type"),
+    (["--num-workers", "2", "--use-gpu"], "need 2 CPUs and 2 GPUs, and there are"),
+    (["--num-workers", "64"], "64 workers need"),
+])  # fmt: skip
+def test_bad_input(args, words, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert words in refused(0, tmp_path, *args, script=SCRIPT)
+
+
+def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:9")
+    assert "no Ray answers at RAY_ADDRESS=127.0.0.1:9" in refused(0, tmp_path, script=SCRIPT)
+
+
+def test_ray_data_deals_every_sample_once(options, tmp_path):
+    """176 samples in steps of 52: uneven for batches, and for workers."""
+    metrics = train(0, tmp_path, *options, "--num-workers", 2, "--epochs", 3, script=WITH_RAY_DATA)
+    assert [line["samples_seen"] for line in metrics] == [176] * 3
+    assert [line["epoch"] for line in metrics] == [1, 2, 3]
+    assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+
+
+def test_ray_data_reaches_the_accuracy_in_local_mode(tmp_path):
+    metrics = train(0, tmp_path, "--num-workers", 0, script=WITH_RAY_DATA)
+    assert {line["samples_seen"] for line in metrics} == {1280}
+    assert metrics[-1]["val_accuracy"] > 0.95
+
+
+def test_help_is_the_manual():
+    for script in (SCRIPT, WITH_RAY_DATA):
+        result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
+        assert "--num-workers" in result.stdout and "--no-use-gpu" in result.stdout and "RAY_ADDRESS" in result.stdout
