@@ -43,6 +43,7 @@ test: .venv/installed
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py
+	$(BIN)/python benchmarks/bench_ray.py
 
 diffs: .venv/installed
 	$(BIN)/python tests/diffs.py
