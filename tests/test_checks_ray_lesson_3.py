@@ -1,0 +1,124 @@
+"""The checks of lesson 2.3: the stub and plausible wrong answers are rejected with a message that helps."""
+
+import numpy as np
+import pytest
+
+from shared import checks
+
+
+def stub(*_):
+    raise NotImplementedError
+
+
+def messages(check, answers: dict, capsys) -> None:
+    """Each answer is rejected, with a message that holds the given words."""
+    for words, answer in {"not done yet": stub, **answers}.items():
+        assert not check(answer)
+        assert words in capsys.readouterr().out
+        with pytest.raises(AssertionError):
+            check(answer, strict=True)
+
+
+class Shift:
+    """The right answer; wrong ones override one method."""
+
+    def __init__(self, seed: int, largest: int) -> None:
+        self.generator = np.random.default_rng(seed)
+        self.largest = largest
+
+    def columns(self, num_images: int):
+        return self.generator.integers(-self.largest, self.largest, size=num_images, endpoint=True)
+
+    def image(self, batch: dict):
+        moves = zip(batch["image"], self.columns(len(batch["image"])), strict=True)
+        return np.stack([np.roll(image, columns, axis=1) for image, columns in moves])
+
+    def __call__(self, batch: dict) -> dict:
+        return {**batch, "image": self.image(batch)}
+
+
+class InPlace(Shift):
+    def __call__(self, batch):
+        for number, columns in enumerate(self.columns(len(batch["image"]))):
+            batch["image"][number] = np.roll(batch["image"][number], columns, axis=1)
+        return batch
+
+
+class DropsColumns(Shift):
+    def __call__(self, batch):
+        return {"image": self.image(batch)}
+
+
+class OneForAll(Shift):
+    def columns(self, num_images):
+        return np.full(num_images, self.generator.integers(-self.largest, self.largest, endpoint=True))
+
+
+class NeverTheLargest(Shift):
+    def columns(self, num_images):
+        return self.generator.integers(-self.largest, self.largest, size=num_images)
+
+
+class SameEachTime(Shift):
+    def columns(self, num_images):
+        return np.random.default_rng(7).integers(-2, 3, size=num_images)
+
+
+class NoSeed(Shift):
+    def __init__(self, seed, largest):
+        super().__init__(None, largest)
+
+
+class UpAndDown(Shift):
+    def image(self, batch):
+        moves = zip(batch["image"], self.columns(len(batch["image"])), strict=True)
+        return np.stack([np.roll(image, columns, axis=0) for image, columns in moves])
+
+
+class Widens(Shift):
+    def image(self, batch):
+        return super().image(batch).astype(np.float64)
+
+
+def test_exercise_2_6(capsys) -> None:
+    assert checks.exercise_2_6(Shift, strict=True)
+    messages(checks.exercise_2_6, {
+        "writes into the batch": InPlace,
+        "columns id, image and label": DropsColumns,
+        "draw a number for each image": OneForAll,
+        "everything from -2 to 2": NeverTheLargest,
+        "just like the first": SameEachTime,
+        "give the generator that seed": NoSeed,
+        "moved by -2 to 2 columns": UpAndDown,
+        "float64": Widens,
+    }, capsys)  # fmt: skip
+
+
+def plan_steps(rows: list[int], batch_size: int) -> list[list[int]]:
+    steps, rows = [], list(rows)
+    while any(rows):
+        steps.append([min(left, batch_size) for left in rows])
+        rows = [left - taken for left, taken in zip(rows, steps[-1], strict=True)]
+    return steps
+
+
+def until_the_first_is_done(rows, batch_size):
+    return plan_steps(rows, batch_size)[: -(-min(rows) // batch_size)]
+
+
+def without_the_idle(rows, batch_size):
+    return [[taken for taken in step if taken] for step in plan_steps(rows, batch_size)]
+
+
+def dealt_again(rows, batch_size):
+    return plan_steps([sum(rows) // len(rows)] * len(rows), batch_size)
+
+
+def test_exercise_2_7(capsys) -> None:
+    assert checks.exercise_2_7(plan_steps, strict=True)
+    messages(checks.exercise_2_7, {
+        "goes on with empty batches": until_the_first_is_done,
+        "all-reduce waits for all": without_the_idle,
+        "with [10, 7] rows": dealt_again,
+        "a list of steps": lambda rows, batch_size: rows,
+    }, capsys)  # fmt: skip
