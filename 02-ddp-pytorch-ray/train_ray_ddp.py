@@ -11,7 +11,6 @@ up to rounding. A worker that dies is replaced, and the run goes on from its new
 import time
 from argparse import Namespace
 
-import ray
 import ray.train
 import torch
 import torch.nn.functional as F
@@ -37,7 +36,7 @@ def main() -> None:
         elif args.resume:
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
     cluster.start(args)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=ray.shutdown)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
     storage_path, _, name = folder.rpartition("/")
@@ -57,8 +56,9 @@ def main() -> None:
     returned = trainer.fit().return_value
     if isinstance(returned, distributed.UsageError):
         raise returned
-    cli.write_metrics(args.metrics_out, returned)
-    driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
+    if distributed.rank_from_environment() == 0:  # in local mode torchrun may have started several of us
+        cli.write_metrics(args.metrics_out, returned)
+        driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
 
 
 def train_worker(config: dict) -> list[dict] | distributed.UsageError:

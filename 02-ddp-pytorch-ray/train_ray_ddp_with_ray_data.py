@@ -45,7 +45,7 @@ def main() -> None:
         elif args.resume:
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
     cluster.start(args, spare_cpus=1)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=ray.shutdown)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop)
 
     # [2] The input: nothing is read yet, this is a plan. Each epoch streams through it, in tasks beside the workers.
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -77,8 +77,9 @@ def main() -> None:
     returned = trainer.fit().return_value
     if isinstance(returned, distributed.UsageError):
         raise returned
-    cli.write_metrics(args.metrics_out, returned)
-    driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
+    if distributed.rank_from_environment() == 0:  # in local mode torchrun may have started several of us
+        cli.write_metrics(args.metrics_out, returned)
+        driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
 
 
 def train_worker(config: dict) -> list[dict] | distributed.UsageError:

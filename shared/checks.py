@@ -11,6 +11,7 @@ import io
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 import torch.nn.functional as F
@@ -527,7 +529,8 @@ def exercise_2_3(best_weights: Callable) -> None:
             weights = best_weights(Result(metrics, newest, None, storage, best_checkpoints=pairs))
         where = f"where the epochs reached {', '.join(f'{accuracy:.2f}' for accuracy in accuracies)}"
         if not isinstance(weights, dict) or "weight" not in weights:
-            raise Wrong(f"{where}, it should return what torch.load gives, a state dict; yours is a {type(weights).__name__}")
+            kind = type(weights).__name__
+            raise Wrong(f"{where}, it should return what torch.load gives, a state dict; yours is a {kind}")
         seen = int(weights["weight"][0, 0])
         if seen != best:
             hint = "That is the newest one." if seen == len(accuracies) else ""
@@ -609,3 +612,166 @@ def exercise_2_5(odd_ranks: Callable) -> None:
                 hint = "Sort them."
             raise Wrong(f"in train.py the ranks stand at {', '.join(places)} ({name}): expected {expected}, "
                         f"you say {seen}. {hint}")  # fmt: skip
+
+
+# --- Lesson 2.3: Ray Data --------------------------------------------------------------------------------------------
+
+
+@exercise("2.6", "a transform that changes what it should, and nothing else.")
+def exercise_2_6(transform: Callable) -> None:
+    """transform(seed, largest) makes a callable that takes a batch with its images shifted sideways at random."""
+    ids, images = np.arange(40), np.random.default_rng(0).random((40, 8, 8), dtype=np.float32)
+    batch = {"id": ids, "image": images, "label": ids % 10}
+    for array in batch.values():
+        array.flags.writeable = False  # as Ray Data hands them over: they lie in memory that others read too
+    before = images.copy()
+    shift = transform(7, 2)
+    try:
+        first, second = shift(dict(batch)), shift(dict(batch))
+    except ValueError as error:
+        if "read-only" not in str(error):
+            raise
+        raise Wrong("it writes into the batch it was given, which others read too: make a new array") from None
+    for answer in (first, second):
+        if not isinstance(answer, dict) or set(answer) != set(batch):
+            seen = sorted(answer) if isinstance(answer, dict) else type(answer).__name__
+            raise Wrong(f"return a batch with the columns id, image and label; yours is {seen}. See {{**batch, ...}}")
+        if not (np.array_equal(answer["id"], ids) and np.array_equal(answer["label"], ids % 10)):
+            raise Wrong("ids and labels should come out as they went in")
+        seen = np.asarray(answer["image"])
+        if seen.shape != images.shape or seen.dtype != np.float32:
+            raise Wrong(f"the images should be float32 of shape {images.shape}, and are {seen.dtype} of {seen.shape}")
+    if not np.array_equal(images, before):
+        raise Wrong("the batch it was given has changed: make a new array")
+    choices = [np.roll(before, columns, axis=2) for columns in range(-2, 3)]
+
+    def shifts(answer: dict) -> list[int]:
+        fits = [[np.array_equal(choice[i], answer["image"][i]) for choice in choices] for i in range(len(ids))]
+        for i, fit in enumerate(fits):
+            if not any(fit):
+                raise Wrong(f"image {i} is not the original moved by -2 to 2 columns: np.roll(image, columns, axis=1)")
+        return [fit.index(True) - 2 for fit in fits]
+
+    columns = shifts(first)
+    if len(set(columns)) == 1:
+        raise Wrong(f"all images of a batch are moved by {columns[0]}: draw a number for each image")
+    if set(columns) != set(range(-2, 3)):
+        raise Wrong(f"40 images are moved by {sorted(set(columns))} columns only, expected everything from -2 to 2")
+    if shifts(second) == columns:
+        raise Wrong("the second batch is moved just like the first: make the generator once, in __init__")
+    if shifts(transform(7, 2)(dict(batch))) != columns:
+        raise Wrong("made again with the same seed, it moves the images otherwise: give the generator that seed")
+
+
+@exercise("2.7", "all ranks go on until the last one has no rows left.")
+def exercise_2_7(plan_steps: Callable[[list[int], int], list[list[int]]]) -> None:
+    """plan_steps(rows of each rank, batch size of a rank) -> for each step, the rows that each rank brings."""
+    for rows, batch_size in (([8, 8], 4), ([10, 7], 4), ([9, 0], 4), ([3, 12, 5], 4), ([0, 0], 4), ([1], 32)):
+        steps = -(-max(rows) // batch_size)
+        expected = [[min(max(n - step * batch_size, 0), batch_size) for n in rows] for step in range(steps)]
+        answer = plan_steps(list(rows), batch_size)
+        try:
+            seen = [[int(n) for n in step] for step in answer]
+        except TypeError:
+            raise Wrong(f"return a list of steps, each a list with one number a rank; yours is {answer!r}") from None
+        if seen != expected:
+            dealt = sum(sum(step) for step in seen)
+            hint = "A rank whose rows are used up brings 0."
+            if len(seen) < len(expected):
+                hint = f"{dealt} of {sum(rows)} rows are used: a rank that is done goes on with empty batches."
+            elif any(len(step) != len(rows) for step in seen):
+                hint = "Every rank takes part in every step, if only with 0 rows: all-reduce waits for all."
+            raise Wrong(f"with {rows} rows in batches of {batch_size} it is {expected}; you say {seen}. {hint}")
+
+
+# --- Lesson 2.4: checkpoints and resuming ----------------------------------------------------------------------------
+
+
+@exercise("2.8", "the best ones to use, the newest one to go on from.")
+def exercise_2_8(kept_reports: Callable[[list[float], int, str | None], list[int]]) -> None:
+    """kept_reports(scores, num_to_keep, order) -> numbers of the reports whose checkpoints are kept, sorted."""
+    for scores, num_to_keep, order, expected in (
+        ([0.5, 0.9, 0.8, 0.6], 2, "max", [1, 2, 3]),
+        ([0.5, 0.9, 0.8, 0.95], 2, "max", [1, 3]),
+        ([0.5, 0.9, 0.8, 0.6], 2, "min", [0, 3]),
+        ([0.5, 0.9, 0.8, 0.6], 2, None, [2, 3]),
+        ([0.7, 0.4, 0.2], 1, "max", [0, 2]),
+        ([0.7], 3, "max", [0]),
+    ):
+        call = f"kept_reports({scores}, {num_to_keep}, {order!r})"
+        answer = kept_reports(list(scores), num_to_keep, order)
+        try:
+            seen = sorted(int(number) for number in answer)
+        except TypeError:
+            raise Wrong(f"{call} should return a list of numbers; yours is {answer!r}") from None
+        if seen != expected:
+            hint = ""
+            ranking = sorted(range(len(scores)), key=lambda number: scores[number])
+            if len(scores) - 1 not in seen:
+                hint = "The newest is always kept: a run that fails goes on from it."
+            elif order is None:
+                hint = "Without a score the newest are kept."
+            elif order == "min" and seen == sorted({*ranking[-num_to_keep:], len(scores) - 1}):
+                hint = 'With order="min" the lowest scores are the best.'
+            raise Wrong(f"{call} is {expected}; you say {seen}. {hint}".strip())
+
+
+@exercise("2.9", "a file that fits is loaded, one that does not is refused.")
+def exercise_2_9(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module]) -> None:
+    """load_weights(model, path) -> the model with the weights of a file from the bare model or its DDP wrapper."""
+
+    class Nested(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = models.MLP(input_dim=64, hidden_dim=8, dropout=0.5), torch.nn.Linear(10, 2)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.pt"
+        for make, what in (
+            (lambda: models.MLP(input_dim=64, hidden_dim=8, dropout=0.5), "an MLP"),
+            (Nested, "a model that has a part called `module`"),
+        ):
+            trained = make()
+            for prefix, saved in (("", "the bare model"), ("module.", "its DDP wrapper")):
+                if isinstance(trained, Nested) and not prefix:
+                    continue  # "module." is ambiguous there: no function could know
+                torch.save({prefix + name: value for name, value in trained.state_dict().items()}, path)
+                fresh = make()
+                try:
+                    loaded = load_weights(fresh, path)
+                except NotImplementedError:  # which is a RuntimeError too
+                    raise
+                except RuntimeError as error:
+                    line = str(error).splitlines()[-1].strip()
+                    raise Wrong(f"for {what}, saved from {saved}, it raises: {line}") from None
+                if not isinstance(loaded, torch.nn.Module):
+                    raise Wrong(f"return the model; yours returns {type(loaded).__name__}")
+                state = loaded.state_dict()
+                if any(not torch.equal(state[name], value) for name, value in trained.state_dict().items()):
+                    raise Wrong(f"for {what}, saved from {saved}, the weights are not the file's. Was it strict?")
+                if loaded.training:
+                    raise Wrong("the model is in training mode, where dropout drops neurons: call eval()")
+        torch.save(torch.nn.Linear(3, 3).state_dict(), path)
+        try:
+            load_weights(models.MLP(input_dim=64, hidden_dim=8), path)
+        except (RuntimeError, ValueError, KeyError):
+            pass
+        else:
+            raise Wrong("a file of another model was taken without a word: leave strict=True as it is")
+        witness = Path(folder, "witness")
+        with open(path, "wb") as file:
+            pickle.dump(Intruder(str(witness)), file, protocol=2)
+        with contextlib.suppress(Exception):
+            load_weights(models.MLP(input_dim=64, hidden_dim=8), path)
+        if witness.exists():
+            raise Wrong("a file from elsewhere could run code in your process: load it with weights_only=True")
+
+
+class Intruder:
+    """What an attacker puts into a pickle file: reading it opens `path` for writing."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (self.path, "w")

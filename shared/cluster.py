@@ -1,6 +1,7 @@
 """Ray without surprises: its options, starting or joining it, and a run's checkpoints in Ray's storage."""
 
 import argparse
+import contextlib
 import json
 import logging
 import os
@@ -9,6 +10,7 @@ import tempfile
 import uuid
 from pathlib import Path
 
+import psutil
 import pyarrow.fs
 import ray
 import ray.train
@@ -86,6 +88,7 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
         options = {"num_cpus": max(here, cpus if args.num_workers <= 4 else 0)}
     else:
         # The nodes have the packages, and no copy of `shared`.
+        settings |= {} if address == "auto" else {"RAY_ADDRESS": address}
         options = {"runtime_env": {"py_modules": [str(Path(shared.__file__).parent)], "env_vars": settings}}
     driver = Driver()
     check_answers(address)
@@ -112,6 +115,15 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
         )
     if address != "local" and enough(has, needs) and not enough(ray.available_resources(), needs):
         driver.log(f"others are using the cluster; waiting for {in_words(needs)}")
+
+
+def stop() -> None:
+    """Leave the cluster; end a Ray of our own, with every process that it has started."""
+    started = psutil.Process().children(recursive=True)
+    ray.shutdown()
+    for process in psutil.wait_procs(started, timeout=2)[1]:  # Ray's agents may outlive it by minutes
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def quiet_settings(own: bool) -> dict[str, str]:

@@ -1,9 +1,15 @@
 """The checks of lesson 2.3: the stub and plausible wrong answers are rejected with a message that helps."""
 
+import ast
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from shared import checks
+
+CHAPTER = Path(__file__).parents[1] / "02-ddp-pytorch-ray"
 
 
 def stub(*_):
@@ -122,3 +128,16 @@ def test_exercise_2_7(capsys) -> None:
         "with [10, 7] rows": dealt_again,
         "a list of steps": lambda rows, batch_size: rows,
     }, capsys)  # fmt: skip
+
+
+def class_named(name: str, source: str) -> str:
+    """The syntax tree of the class `name` in Python source."""
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == name]
+    return ast.dump(found[0])
+
+
+def test_the_lesson_shows_the_class_of_the_script() -> None:
+    cells = json.loads((CHAPTER / "03_ray_data.ipynb").read_text())["cells"]
+    shown = next(source for cell in cells if "class EverySample" in (source := "".join(cell["source"])))
+    script = (CHAPTER / "train_ray_ddp_with_ray_data.py").read_text()
+    assert class_named("EverySample", shown) == class_named("EverySample", script)
