@@ -48,7 +48,9 @@ def main() -> None:
     cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop)
 
     # [2] The input: nothing is read yet, this is a plan. Each epoch streams through it, in tasks beside the workers.
-    ray.data.DataContext.get_current().enable_progress_bars = False
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.use_datasource_v2 = False  # Ray's newer Parquet reader starts helper processes for each pass
     storage_path, _, name = folder.rpartition("/")
     datasets = {
         "train": read(splits.train, f"{storage_path}/datasets/{args.dataset}/train", args.seed),

@@ -136,7 +136,8 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
         for side in rates:
             if side == "ray":
                 cluster.start(argparse.Namespace(num_workers=0, use_gpu=False), spare_cpus=2)
-                ray.data.DataContext.get_current().enable_progress_bars = False
+                context = ray.data.DataContext.get_current()
+                context.enable_progress_bars, context.use_datasource_v2 = False, False  # as in the script
                 stream = ray.data.read_parquet(folder, shuffle="files").map_batches(transform_batch, batch_size=BATCH)
             with Peak() as peak:
                 for turn in range(repeats + 1):
