@@ -133,14 +133,15 @@ def quiet_settings(own: bool) -> dict[str, str]:
         # These two would set a level of their own, and print every report of every worker.
         "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
         "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-        "RAY_DATA_LOG_LEVEL": "WARNING",  # prints five lines an epoch and data set
+        "RAY_DATA_LOG_LEVEL": "ERROR",  # prints five lines an epoch and data set
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leaves CUDA_VISIBLE_DEVICES alone where no GPU is asked for
     }
     if own:
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # watches for machines that a cloud takes back
         settings["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # a cluster's controller need not look so often
-    # Says at every start that tokens are on.
-    logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+    # In this process: Ray Data has read the variable above by now, and the other says at every start that tokens are on.
+    for name in ("ray.data", "ray._private.authentication.authentication_token_setup"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     return {name: os.environ.setdefault(name, value) for name, value in settings.items()}
 
 
