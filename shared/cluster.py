@@ -139,7 +139,7 @@ def quiet_settings(own: bool) -> dict[str, str]:
     if own:
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # watches for machines that a cloud takes back
         settings["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # a cluster's controller need not look so often
-    # In this process: Ray Data has read the variable above by now, and the other says at every start that tokens are on.
+    # In this process: Ray Data has read its variable by now; the other one says at every start that tokens are on.
     for name in ("ray.data", "ray._private.authentication.authentication_token_setup"):
         logging.getLogger(name).setLevel(logging.ERROR)
     return {name: os.environ.setdefault(name, value) for name, value in settings.items()}
