@@ -39,7 +39,7 @@ lab: .venv/installed
 	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=180 $(PYTEST_ARGS) tests 0*-*/
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --nbmake --nbmake-timeout=300 $(PYTEST_ARGS) tests 0*-*/
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py
