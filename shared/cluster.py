@@ -94,7 +94,8 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
     check_answers(address)
     try:
         os.environ.update(own_address)
-        context = ray.init(address, logging_config=ray.LoggingConfig(log_level="WARNING"), **options)
+        level = "ERROR" if own_address else "WARNING"  # on a busy laptop Ray warns of its own delays
+        context = ray.init(address, logging_config=ray.LoggingConfig(log_level=level), **options)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         raise UsageError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}") from error
     finally:
