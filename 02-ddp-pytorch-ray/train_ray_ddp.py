@@ -36,7 +36,7 @@ def main() -> None:
         elif args.resume:
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
     cluster.start(args)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
     storage_path, _, name = folder.rpartition("/")

@@ -45,7 +45,7 @@ def main() -> None:
         elif args.resume:
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
     cluster.start(args, spare_cpus=1)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
     # [2] The input: nothing is read yet, this is a plan. Each epoch streams through it, in tasks beside the workers.
     context = ray.data.DataContext.get_current()

@@ -122,7 +122,19 @@ def stop() -> None:
     """Leave the cluster; end a Ray of our own, with every process that it has started."""
     started = psutil.Process().children(recursive=True)
     ray.shutdown()
-    for process in psutil.wait_procs(started, timeout=2)[1]:  # Ray's agents may outlive it by minutes
+    psutil.wait_procs(started, timeout=2)
+    kill(started)  # Ray's agents may outlive it by minutes
+
+
+def stop_at_once() -> None:
+    """As `stop`, in a process that is about to end, and from any thread of it."""
+    # Not by ray.shutdown: Ray's own handler of Ctrl-C would start a new Ray, to tell its controller.
+    kill(psutil.Process().children(recursive=True))
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """SIGKILL to each of them that is still there."""
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
