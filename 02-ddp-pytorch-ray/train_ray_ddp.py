@@ -24,7 +24,7 @@ from shared import checkpoint, cli, cluster, data, distributed, models
 
 def main() -> None:
     args = cluster.training_parser(__doc__).parse_args()
-    driver = cluster.Driver()
+    driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
     folder = cluster.run_folder(args)
 
     # [1] Whatever can be wrong is found before a worker starts.
@@ -35,6 +35,7 @@ def main() -> None:
             state = cli.claim_run(args, folder, driver, storage=cluster)
         elif args.resume:
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+        cli.check_metrics_out(args)
     cluster.start(args)
     cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
@@ -56,9 +57,9 @@ def main() -> None:
     returned = trainer.fit().return_value
     if isinstance(returned, distributed.UsageError):
         raise returned
-    if distributed.rank_from_environment() == 0:  # in local mode torchrun may have started several of us
+    if driver.rank == 0:
         cli.write_metrics(args.metrics_out, returned)
-        driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
+        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
 
 
 def train_worker(config: dict) -> list[dict] | distributed.UsageError:

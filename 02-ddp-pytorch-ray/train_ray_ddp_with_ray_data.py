@@ -14,7 +14,6 @@ import time
 from argparse import Namespace
 
 import numpy as np
-import ray
 import ray.data
 import ray.train
 import torch
@@ -29,7 +28,7 @@ from shared import checkpoint, cli, cluster, data, distributed, models
 
 def main() -> None:
     args = cluster.training_parser(__doc__).parse_args()
-    driver = cluster.Driver()
+    driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
     folder = cluster.run_folder(args)
 
     # [1] Whatever can be wrong is found before a worker starts.
@@ -44,6 +43,7 @@ def main() -> None:
             state = cli.claim_run(args, folder, driver, storage=cluster)
         elif args.resume:
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+        cli.check_metrics_out(args)
     cluster.start(args, spare_cpus=1)
     cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
@@ -52,10 +52,11 @@ def main() -> None:
     context.enable_progress_bars = False
     context.use_datasource_v2 = False  # Ray's newer Parquet reader starts helper processes for each pass
     storage_path, _, name = folder.rpartition("/")
-    datasets = {
-        "train": read(splits.train, f"{storage_path}/datasets/{args.dataset}/train", args.seed),
-        "val": read(splits.val, f"{storage_path}/datasets/{args.dataset}/val", args.seed),
-    }
+    with distributed.fail_together():
+        datasets = {
+            name: read(getattr(splits, name), f"{storage_path}/datasets/{args.dataset}/{name}", args)
+            for name in ("train", "val")
+        }
     sizes = {
         "image_shape": splits.image_shape, "num_classes": splits.num_classes, "num_samples": len(splits.train)
     }  # fmt: skip
@@ -79,9 +80,9 @@ def main() -> None:
     returned = trainer.fit().return_value
     if isinstance(returned, distributed.UsageError):
         raise returned
-    if distributed.rank_from_environment() == 0:  # in local mode torchrun may have started several of us
+    if driver.rank == 0:
         cli.write_metrics(args.metrics_out, returned)
-        driver.log(f"done: {folder if args.num_workers else 'nothing was stored'}")
+        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
 
 
 def train_worker(config: dict) -> list[dict] | distributed.UsageError:
@@ -157,10 +158,12 @@ class EverySample(ray.train.DataConfig):
         return shards
 
 
-def read(dataset: TensorDataset, folder: str, seed: int) -> ray.data.Dataset:
+def read(dataset: TensorDataset, folder: str, args: Namespace) -> ray.data.Dataset:
     """`dataset` as a stream of Parquet files, in another order each epoch, normalised on the way."""
-    shuffle = ray.data.FileShuffleConfig(seed=seed, reseed_after_execution=True)
-    return ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle=shuffle).map_batches(normalize)
+    blocks = max(8, 4 * args.num_workers)  # several for each worker: blocks are what is dealt
+    shuffle = ray.data.FileShuffleConfig(seed=args.seed)
+    files = ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle=shuffle, override_num_blocks=blocks)
+    return files.map_batches(normalize)
 
 
 def normalize(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

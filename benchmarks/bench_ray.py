@@ -132,13 +132,13 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
 
     rates, memory = {"loader": [], "ray": []}, {}
     with tempfile.TemporaryDirectory() as folder:
-        data.write_parquet(TensorDataset(images * 2 - 1, labels), folder, num_files=16)
+        files = data.write_parquet(TensorDataset(images * 2 - 1, labels), folder, num_files=16)
         for side in rates:
             if side == "ray":
                 cluster.start(argparse.Namespace(num_workers=0, use_gpu=False), spare_cpus=2)
                 context = ray.data.DataContext.get_current()
                 context.enable_progress_bars, context.use_datasource_v2 = False, False  # as in the script
-                stream = ray.data.read_parquet(folder, shuffle="files").map_batches(transform_batch, batch_size=BATCH)
+                stream = ray.data.read_parquet(files, shuffle="files").map_batches(transform_batch, batch_size=BATCH)
             with Peak() as peak:
                 for turn in range(repeats + 1):
                     batches = loader if side == "loader" else stream.iter_torch_batches(batch_size=BATCH)
@@ -151,7 +151,7 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
                         rates[side].append(rate)
                     print(f"{transform.__name__}, {side}: {rate:.0f} samples/s", flush=True)
             memory[side] = peak.bytes
-        ray.shutdown()
+        cluster.stop()
     return {**compare(rates["loader"], rates["ray"]), "samples": num_samples, "peak_bytes": memory}
 
 

@@ -6,6 +6,7 @@ import random
 import re
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -73,12 +74,17 @@ def list_newest_first(folder: str | Path) -> list[Path]:
 
 def load_newest(folder: str | Path) -> tuple[Path | None, dict | None, list[str]]:
     """(path, state, what was skipped and why) of the newest readable checkpoint; (None, None, ...) without one."""
+    return first_readable(list_newest_first(folder), load)
+
+
+def first_readable(paths: list, load: Callable[[str | Path], dict]) -> tuple[str | Path | None, dict | None, list[str]]:
+    """(path, state, what was skipped and why) of the first path that `load` can read; (None, None, ...) without one."""
     skipped = []
-    for path in list_newest_first(folder):
+    for path in paths:
         try:
             return path, load(path), skipped
-        except ValueError as error:
-            skipped.append(f"{path.name} ({error})")
+        except (ValueError, OSError) as error:
+            skipped.append(f"{Path(path).name} ({error})")
     return None, None, skipped
 
 

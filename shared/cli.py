@@ -141,17 +141,22 @@ def claim_run(
         storage.make_folder(folder)
     except OSError as error:
         raise ValueError(f"cannot write to --storage-path: {error.strerror or error}: {folder}") from error
+    check_metrics_out(args)
+    if state is not None:
+        check_same_run(args, path, state.get("progress", {}).get("options", {}), worker)
+        worker.log(f"resuming from {path}")
+    claimed()
+    return state
+
+
+def check_metrics_out(args: argparse.Namespace) -> None:
+    """Raises ValueError where --metrics-out cannot be written to; what is in it stays."""
     if args.metrics_out is not None:
         try:
             Path(args.metrics_out).parent.mkdir(parents=True, exist_ok=True)
             open(args.metrics_out, "a").close()
         except OSError as error:
             raise ValueError(f"cannot write to --metrics-out: {error.strerror}: {args.metrics_out}") from error
-    if state is not None:
-        check_same_run(args, path, state.get("progress", {}).get("options", {}), worker)
-        worker.log(f"resuming from {path}")
-    claimed()
-    return state
 
 
 def options_of(args: argparse.Namespace) -> dict:

@@ -74,8 +74,8 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
         if spare_cpus == 0:
             return
     # Left to itself, ray.init looks for a running Ray by a file that a crash leaves behind, and waits for the dead.
-    anyscale = any(name.startswith("ANYSCALE_") for name in os.environ)
-    address = os.environ.get("RAY_ADDRESS") or ("auto" if anyscale else "local")
+    # ANYSCALE_CLUSTER_ID is set on the nodes of such a cluster; other ANYSCALE_ variables also on a user's laptop.
+    address = os.environ.get("RAY_ADDRESS") or ("auto" if "ANYSCALE_CLUSTER_ID" in os.environ else "local")
     cpus, here = args.num_workers + spare_cpus, os.cpu_count() or 1
     settings = quiet_settings(own=address == "local")
     own_address = {}
@@ -84,8 +84,8 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
         with socket.create_server(("", 0)) as free:
             port = str(free.getsockname()[1])
         own_address = {"RAY_GCS_SERVER_PORT": port, "RAY_ADDRESS": f"{ray.util.get_node_ip_address()}:{port}"}
-        # CPUs in Ray's books: four workers may be tried on two cores, and Ray must not refuse them.
-        options = {"num_cpus": max(here, cpus if args.num_workers <= 4 else 0)}
+        # CPUs in Ray's books: four workers, and the tasks beside them, may be tried on two cores.
+        options = {"num_cpus": max(here, min(args.num_workers, max(4, here)) + spare_cpus)}
     else:
         # The nodes have the packages, and no copy of `shared`.
         settings |= {} if address == "auto" else {"RAY_ADDRESS": address}
@@ -226,14 +226,13 @@ def list_newest_first(folder: str) -> list[str]:
 
 def load_newest(folder: str) -> tuple[str | None, dict | None, list[str]]:
     """As `checkpoint.load_newest`, of the checkpoints that `report` has made."""
-    files, skipped = file_system(folder)[0], []
-    for path in list_newest_first(folder):
-        try:
-            with ray.train.Checkpoint(path, files).as_directory() as local:
-                return path, checkpoint.load(Path(local) / STATE_FILE), skipped
-        except (ValueError, OSError) as error:
-            skipped.append(f"{Path(path).name} ({error})")
-    return None, None, skipped
+    files, _ = file_system(folder)
+
+    def load(path: str) -> dict:
+        with ray.train.Checkpoint(path, files).as_directory() as local:
+            return checkpoint.load(Path(local) / STATE_FILE)
+
+    return checkpoint.first_readable(list_newest_first(folder), load)
 
 
 def make_folder(folder: str) -> None:

@@ -4,6 +4,7 @@ Every image data set comes as three TensorDatasets of (float32 image in [-1, 1],
 """
 
 import math
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,20 +117,22 @@ def load(name: str, data_dir: str | Path = "data") -> Splits:
     raise ValueError(f"unknown data set {name!r}; use one of {', '.join(IMAGE_DATASETS)}")
 
 
-def write_parquet(dataset: TensorDataset, folder: str, num_files: int = 4) -> str:
-    """Write `dataset` for Ray Data as Parquet files into `folder`, a path or a URI; returns `folder`.
+def write_parquet(dataset: TensorDataset, folder: str, num_files: int = 8) -> str:
+    """Write `dataset` for Ray Data as Parquet files into a folder of `folder`, a path or a URI; returns its path.
 
-    Columns: id (the sample's number), image (its pixels in [0, 1], flat), label. What a complete earlier call has
-    written stays. `num_files` files can be dealt to that many workers.
+    Columns: id (the sample's number), image (its pixels in [0, 1], flat), label. The new folder is named by a check sum
+    of the data: what a complete earlier call has written of the same data stays, and of other data is not touched.
     """
     import pyarrow as pa
     from pyarrow import fs, parquet
 
-    files, path = fs.FileSystem.from_uri(folder if "://" in folder else str(Path(folder).absolute()))
+    images, labels = dataset.tensors
+    checksum = zlib.crc32(labels.numpy().tobytes(), zlib.crc32(images.numpy().tobytes(), num_files))
+    folder = f"{folder if '://' in folder else Path(folder).absolute()}/{checksum:08x}"
+    files, path = fs.FileSystem.from_uri(folder)
     if files.get_file_info(f"{path}/_SUCCESS").is_file:
         return folder
     files.create_dir(path, recursive=True)
-    images, labels = dataset.tensors
     for number, ids in enumerate(torch.arange(len(labels)).chunk(num_files)):
         pixels = (images[ids] * 0.5 + 0.5).flatten(1)
         flat = pa.FixedSizeListArray.from_arrays(pa.array(pixels.flatten().numpy()), pixels.shape[1])

@@ -2,16 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
 import pytest
-from runs import UNEVEN, train
+import torch
+from runs import UNEVEN, idx_bytes, train
 from sklearn.datasets import load_digits
-
-
-def write_idx(path: Path, array: np.ndarray) -> None:
-    """Write MNIST's own format: two zero bytes, 8 for bytes, the number of dimensions, their sizes, the data."""
-    header = bytes([0, 0, 8, array.ndim]) + b"".join(size.to_bytes(4, "big") for size in array.shape)
-    path.write_bytes(header + array.astype(np.uint8).tobytes())
 
 
 @pytest.fixture(scope="session")
@@ -21,10 +15,10 @@ def small_mnist(tmp_path_factory) -> Path:
     raw = folder / "MNIST/raw"
     raw.mkdir(parents=True)
     digits = load_digits()
-    images, labels = (digits.images * 15.9).astype(np.uint8), digits.target
+    images, labels = torch.from_numpy(digits.images * 15.9).byte(), torch.from_numpy(digits.target).byte()
     for name, part in (("train", slice(0, 192)), ("t10k", slice(192, 224))):
-        write_idx(raw / f"{name}-images-idx3-ubyte", images[part])
-        write_idx(raw / f"{name}-labels-idx1-ubyte", labels[part])
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(idx_bytes(images[part]))
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx_bytes(labels[part]))
     return folder
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -16,6 +17,12 @@ ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIMIT = 300  # seconds; what hangs is ended and fails
 UNEVEN = ("--dataset", "mnist", "--batch-size", "52", "--epochs", "2", "--seed", "7", "--precision", "fp64")
+
+
+def idx_bytes(values: torch.Tensor) -> bytes:
+    """A uint8 tensor in MNIST's file format: two zero bytes, type 8, the number of dimensions, each size, the data."""
+    header = struct.pack(">BBBB", 0, 0, 8, values.dim()) + struct.pack(f">{values.dim()}I", *values.shape)
+    return header + bytes(values.flatten().tolist())
 
 
 class Run:

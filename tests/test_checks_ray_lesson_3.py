@@ -6,23 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_checks import assert_accepts, assert_rejects, stub
 
 from shared import checks
 
 CHAPTER = Path(__file__).parents[1] / "02-ddp-pytorch-ray"
-
-
-def stub(*_):
-    raise NotImplementedError
-
-
-def messages(check, answers: dict, capsys) -> None:
-    """Each answer is rejected, with a message that holds the given words."""
-    for words, answer in {"not done yet": stub, **answers}.items():
-        assert not check(answer)
-        assert words in capsys.readouterr().out
-        with pytest.raises(AssertionError):
-            check(answer, strict=True)
 
 
 class Shift:
@@ -86,18 +74,23 @@ class Widens(Shift):
         return super().image(batch).astype(np.float64)
 
 
-def test_exercise_2_6(capsys) -> None:
-    assert checks.exercise_2_6(Shift, strict=True)
-    messages(checks.exercise_2_6, {
-        "writes into the batch": InPlace,
-        "columns id, image and label": DropsColumns,
-        "draw a number for each image": OneForAll,
-        "everything from -2 to 2": NeverTheLargest,
-        "just like the first": SameEachTime,
-        "give the generator that seed": NoSeed,
-        "moved by -2 to 2 columns": UpAndDown,
-        "float64": Widens,
-    }, capsys)  # fmt: skip
+def test_2_6_accepts(capsys):
+    assert_accepts(checks.exercise_2_6, Shift, capsys)
+
+
+@pytest.mark.parametrize(("because", "answer"), [
+    ("not done yet", stub),
+    ("writes into the batch", InPlace),
+    ("columns id, image and label", DropsColumns),
+    ("draw a number for each image", OneForAll),
+    ("everything from -2 to 2", NeverTheLargest),
+    ("just like the first", SameEachTime),
+    ("give the generator that seed", NoSeed),
+    ("moved by -2 to 2 columns", UpAndDown),
+    ("float64", Widens),
+])  # fmt: skip
+def test_2_6_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_6, answer, because, capsys)
 
 
 def plan_steps(rows: list[int], batch_size: int) -> list[list[int]]:
@@ -120,14 +113,19 @@ def dealt_again(rows, batch_size):
     return plan_steps([sum(rows) // len(rows)] * len(rows), batch_size)
 
 
-def test_exercise_2_7(capsys) -> None:
-    assert checks.exercise_2_7(plan_steps, strict=True)
-    messages(checks.exercise_2_7, {
-        "goes on with empty batches": until_the_first_is_done,
-        "all-reduce waits for all": without_the_idle,
-        "with [10, 7] rows": dealt_again,
-        "a list of steps": lambda rows, batch_size: rows,
-    }, capsys)  # fmt: skip
+def test_2_7_accepts(capsys):
+    assert_accepts(checks.exercise_2_7, plan_steps, capsys)
+
+
+@pytest.mark.parametrize(("because", "answer"), [
+    ("not done yet", stub),
+    ("goes on with empty batches", until_the_first_is_done),
+    ("all-reduce waits for all", without_the_idle),
+    ("with [10, 7] rows", dealt_again),
+    ("a list of steps", lambda rows, batch_size: rows),
+])  # fmt: skip
+def test_2_7_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_7, answer, because, capsys)
 
 
 def class_named(name: str, source: str) -> str:

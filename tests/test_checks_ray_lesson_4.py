@@ -2,21 +2,9 @@
 
 import pytest
 import torch
+from test_checks import assert_accepts, assert_rejects, stub
 
 from shared import checks
-
-
-def stub(*_):
-    raise NotImplementedError
-
-
-def messages(check, answers: dict, capsys) -> None:
-    """Each answer is rejected, with a message that holds the given words."""
-    for words, answer in {"not done yet": stub, **answers}.items():
-        assert not check(answer)
-        assert words in capsys.readouterr().out
-        with pytest.raises(AssertionError):
-            check(answer, strict=True)
 
 
 def kept_reports(scores: list[float], num_to_keep: int, order: str | None) -> list[int]:
@@ -30,15 +18,20 @@ def best_only(scores, num_to_keep, order):
     return sorted(range(len(scores)), key=lambda number: scores[number])[-num_to_keep:]
 
 
-def test_exercise_2_8(capsys) -> None:
-    assert checks.exercise_2_8(kept_reports, strict=True)
-    messages(checks.exercise_2_8, {
-        "The newest is always kept": best_only,
-        "the lowest scores are the best": lambda scores, keep, order: kept_reports(scores, keep, order and "max"),
-        "Without a score": lambda scores, keep, order: kept_reports(scores, keep, order or "max"),
-        "is [1, 2, 3]; you say": lambda scores, keep, order: [*range(len(scores))][-keep:],
-        "a list of numbers": lambda scores, keep, order: None,
-    }, capsys)  # fmt: skip
+def test_2_8_accepts(capsys):
+    assert_accepts(checks.exercise_2_8, kept_reports, capsys)
+
+
+@pytest.mark.parametrize(("because", "answer"), [
+    ("not done yet", stub),
+    ("The newest is always kept", best_only),
+    ("the lowest scores are the best", lambda scores, keep, order: kept_reports(scores, keep, order and "max")),
+    ("Without a score", lambda scores, keep, order: kept_reports(scores, keep, order or "max")),
+    ("is [1, 2, 3]; you say", lambda scores, keep, order: [*range(len(scores))][-keep:]),
+    ("a list of numbers", lambda scores, keep, order: None),
+])  # fmt: skip
+def test_2_8_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_8, answer, because, capsys)
 
 
 def load_weights(model, path, weights_only=True, strict=True, strip=str.removeprefix, ready=True):
@@ -49,14 +42,19 @@ def load_weights(model, path, weights_only=True, strict=True, strip=str.removepr
     return model.eval() if ready else model
 
 
-def test_exercise_2_9(capsys) -> None:
-    assert checks.exercise_2_9(load_weights, strict=True)
-    messages(checks.exercise_2_9, {
-        "saved from its DDP wrapper, it raises": lambda m, p: load_weights(m, p, strip=lambda name, _: name),
-        "Was it strict?": lambda m, p: load_weights(m, p, strict=False, strip=lambda name, _: name),
-        "taken without a word": lambda m, p: load_weights(m, p, strict=False),
-        "a part called `module`": lambda m, p: load_weights(m, p, strip=lambda name, part: name.replace(part, "")),
-        "call eval()": lambda m, p: load_weights(m, p, ready=False),
-        "weights_only=True": lambda m, p: load_weights(m, p, weights_only=False),
-        "return the model": lambda m, p: load_weights(m, p) and None,
-    }, capsys)  # fmt: skip
+def test_2_9_accepts(capsys):
+    assert_accepts(checks.exercise_2_9, load_weights, capsys)
+
+
+@pytest.mark.parametrize(("because", "answer"), [
+    ("not done yet", stub),
+    ("saved from its DDP wrapper, it raises", lambda m, p: load_weights(m, p, strip=lambda name, _: name)),
+    ("Was it strict?", lambda m, p: load_weights(m, p, strict=False, strip=lambda name, _: name)),
+    ("taken without a word", lambda m, p: load_weights(m, p, strict=False)),
+    ("a part called `module`", lambda m, p: load_weights(m, p, strip=lambda name, part: name.replace(part, ""))),
+    ("call eval()", lambda m, p: load_weights(m, p, ready=False)),
+    ("weights_only=True", lambda m, p: load_weights(m, p, weights_only=False)),
+    ("return the model", lambda m, p: load_weights(m, p) and None),
+])  # fmt: skip
+def test_2_9_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_9, answer, because, capsys)

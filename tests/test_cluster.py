@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -110,14 +111,36 @@ def test_resources_in_words():
 
 
 def test_what_the_user_has_set_stays(monkeypatch):
-    monkeypatch.setenv("RAY_DATA_LOG_LEVEL", "DEBUG")
-    for name in cluster.quiet_settings(own=True):
-        monkeypatch.delenv(name) if name != "RAY_DATA_LOG_LEVEL" else None
-    settings = cluster.quiet_settings(own=False)
-    assert settings["RAY_DATA_LOG_LEVEL"] == "DEBUG"
-    assert "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER" not in settings
-    for name in settings:
-        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", {"RAY_DATA_LOG_LEVEL": "DEBUG"})
+    own, joined = cluster.quiet_settings(own=True), cluster.quiet_settings(own=False)
+    assert own["RAY_DATA_LOG_LEVEL"] == joined["RAY_DATA_LOG_LEVEL"] == "DEBUG"
+    assert own["RAY_TRAIN_ENABLE_PRINT_PATCH"] == os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
+    assert own.keys() - joined.keys() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"}
+
+
+@pytest.mark.parametrize(("variables", "address"), [
+    ({}, "local"),
+    ({"ANYSCALE_CLI_TOKEN": "a laptop has one too"}, "local"),
+    ({"ANYSCALE_CLUSTER_ID": "ses_1"}, "auto"),
+    ({"RAY_ADDRESS": "auto", "ANYSCALE_CLUSTER_ID": "ses_1"}, "auto"),
+])  # fmt: skip
+@pytest.mark.parametrize(("words", "spare_cpus", "num_cpus"), [
+    (["--num-workers", "1"], 0, 2), (["--num-workers", "2"], 1, 3), (["--num-workers", "4"], 1, 5),
+    (["--num-workers", "64"], 0, 4),
+])  # fmt: skip
+def test_where_ray_is_looked_for(variables, address, words, spare_cpus, num_cpus, monkeypatch):
+    def init(where: str, **options) -> None:
+        assert where == address
+        assert options.get("num_cpus") == (num_cpus if address == "local" else None)
+        assert ("runtime_env" in options) == (address != "local")
+        raise ConnectionError("seen enough")
+
+    monkeypatch.setattr(os, "environ", dict(variables))
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(UsageError, match=f"cannot join Ray at {address}: seen enough"):
+        cluster.start(arguments(*words), spare_cpus=spare_cpus)
+    assert os.environ.get("RAY_ADDRESS") == variables.get("RAY_ADDRESS")
 
 
 def test_the_driver_has_no_rank_in_its_lines(capsys):

@@ -3,11 +3,15 @@
 import gzip
 import itertools
 import struct
+from pathlib import Path
 from urllib.error import URLError
 
+import pyarrow as pa
 import pytest
 import torch
 import torch.nn.functional as F
+from pyarrow import parquet
+from runs import idx_bytes
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import mnist as torchvision_mnist
 
@@ -71,12 +75,6 @@ def test_an_unknown_data_set_is_refused_with_the_known_names():
 
 
 # --- MNIST and Fashion-MNIST -----------------------------------------------------------------------------------------
-
-
-def idx_bytes(values: torch.Tensor) -> bytes:
-    """A uint8 tensor in MNIST's file format: two zero bytes, type 8, the number of dimensions, each size, the data."""
-    header = struct.pack(">BBBB", 0, 0, 8, values.dim()) + struct.pack(f">{values.dim()}I", *values.shape)
-    return header + bytes(values.flatten().tolist())
 
 
 def write_mnist(data_dir, folder="MNIST", num_train=36, num_test=5):
@@ -353,3 +351,44 @@ def test_batch_norm_is_refused_exactly_where_a_rank_would_get_a_single_sample(nu
     else:
         with pytest.raises(ValueError, match=f"leaves {fewest}; use another --batch-size or --model resnet18"):
             data.check_batch_norm("resnet18-batchnorm", num_samples, batch_size, world_size)
+
+
+# --- Parquet for Ray Data --------------------------------------------------------------------------------------------
+
+
+def rows_of(folder: str) -> tuple[list[int], torch.Tensor, list[int]]:
+    tables = [parquet.read_table(path) for path in sorted(Path(folder).glob("*.parquet"))]
+    columns = pa.concat_tables(tables).to_pydict()
+    return columns["id"], torch.tensor(columns["image"]), columns["label"]
+
+
+@pytest.mark.parametrize("as_uri", [False, True])
+def test_parquet_holds_every_sample_once(as_uri, tmp_path):
+    dataset = data.digits().val
+    folder = data.write_parquet(dataset, f"file://{tmp_path}/val" if as_uri else str(tmp_path / "val"), num_files=3)
+    ids, images, labels = rows_of(folder.removeprefix("file://"))
+    assert ids == list(range(256)) and labels == dataset.tensors[1].tolist()
+    assert torch.equal((images - 0.5) / 0.5, dataset.tensors[0].flatten(1))
+    assert len(list(Path(folder.removeprefix("file://")).glob("*.parquet"))) == 3
+
+
+def test_parquet_is_written_once_and_other_data_elsewhere(tmp_path):
+    images, labels = data.digits().val.tensors
+    folder = data.write_parquet(TensorDataset(images, labels), str(tmp_path))
+    written = {path: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
+    assert data.write_parquet(TensorDataset(images, labels), str(tmp_path)) == folder
+    others = [
+        data.write_parquet(TensorDataset(images[:-1], labels[:-1]), str(tmp_path)),
+        data.write_parquet(TensorDataset(images + 1e-3, labels), str(tmp_path)),
+        data.write_parquet(TensorDataset(images, labels.flip(0)), str(tmp_path)),
+    ]
+    assert len({folder, *others}) == 4
+    assert {path: path.stat().st_mtime_ns for path in Path(folder).iterdir()} == written
+
+
+def test_parquet_that_was_not_finished_is_written_again(tmp_path):
+    folder = Path(data.write_parquet(data.digits().val, str(tmp_path)))
+    (folder / "_SUCCESS").unlink()
+    (folder / "part-000.parquet").write_bytes(b"half of it")
+    assert data.write_parquet(data.digits().val, str(tmp_path)) == str(folder)
+    assert rows_of(str(folder))[0] == list(range(256))
