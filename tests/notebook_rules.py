@@ -245,8 +245,8 @@ def knobs(notebook: Notebook) -> Iterator[str]:
 
 
 def rhythm(notebook: Notebook) -> Iterator[str]:
-    """Short code cells with prose between them. Blank lines do not count."""
-    lengths = [sum(bool(line.strip()) for line in cell.source.splitlines()) for cell in notebook.code]
+    """Short code cells with prose between them. All lines count, and blank ones too: the reader scrolls past them."""
+    lengths = [len(cell.source.strip().splitlines()) for cell in notebook.code]
     if lengths and statistics.median(lengths) > MEDIAN_CELL:
         yield f"the median code cell has {statistics.median(lengths):g} lines, more than {MEDIAN_CELL}"
     for cell, length in zip(notebook.code, lengths, strict=True):

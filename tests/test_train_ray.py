@@ -128,7 +128,7 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.finish() == 128 + signal.SIGINT
-    assert time.monotonic() - sent < 10
+    assert time.monotonic() - sent < 30
     (said,) = [line for line in run.text.splitlines() if "stopped by" in line]
     assert said.startswith(f"[driver] stopped by SIGINT: {tmp_path / 'run'}/checkpoint-")
     assert "--run-name run " in said and said.endswith("--resume")
