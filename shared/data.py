@@ -3,12 +3,14 @@
 Every image data set comes as three TensorDatasets of (float32 image in [-1, 1], int64 label), split by a fixed seed.
 """
 
+import importlib.util
 import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
 
@@ -47,11 +49,10 @@ def digits() -> Splits:
     Split into 1,280 / 256 / 261 by a fixed permutation. Source: E. Alpaydin and C. Kaynak (1998), UCI "Optical
     Recognition of Handwritten Digits".
     """
-    from sklearn.datasets import load_digits
-
-    raw = load_digits()
-    images = normalize(torch.from_numpy(raw.images), largest=16)
-    labels = torch.from_numpy(raw.target).long()
+    # The file that sklearn.datasets.load_digits() reads: importing scikit-learn would take each rank a second.
+    package = Path(importlib.util.find_spec("sklearn").origin).parent
+    rows = torch.from_numpy(np.loadtxt(package / "datasets/data/digits.csv.gz", delimiter=","))
+    images, labels = normalize(rows[:, :64].reshape(-1, 8, 8), largest=16), rows[:, 64].long()
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(SPLIT_SEED))
     parts = order.split([1280, 256, 261])
     return Splits(*(TensorDataset(images[part], labels[part]) for part in parts), tuple("0123456789"))
