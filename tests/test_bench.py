@@ -1,10 +1,13 @@
 """`make bench` in its quick form writes what its readers rely on; the speeds themselves are not tested."""
 
+import importlib
 import json
 import math
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,3 +51,14 @@ def test_quick_run_writes_a_table_the_raw_numbers_and_a_figure(tmp_path):
     assert [float(row[4]) for row in body] == [round(row["ratio"], 3) for row in result["two_processes"]]
     assert f"]({path.stem}.svg)" in page
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+@pytest.mark.parametrize("name", ["ddp", "ray"])
+def test_the_committed_tables_are_made_of_the_committed_numbers(name, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    bench = importlib.import_module(f"bench_{name}")
+    paths = list((ROOT / "benchmarks/results").glob(f"{name}-*.json"))
+    assert paths
+    for path in paths:
+        figure = [f"{path.stem}.svg"] if name == "ddp" else []
+        assert path.with_suffix(".md").read_text() == bench.report(json.loads(path.read_text()), *figure)
