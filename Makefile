@@ -44,6 +44,7 @@ test: .venv/installed
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py
 	$(BIN)/python benchmarks/bench_ray.py
+	$(BIN)/python benchmarks/bench_sharded.py
 
 diffs: .venv/installed
 	$(BIN)/python tests/diffs.py

@@ -198,11 +198,14 @@ own included.
         memory = [f"{part['peak_bytes'][side] / 2**20:.0f} MiB" for side in ("loader", "ray")]
         page += row(f"{name}, {part['samples']} samples", part, *memory)
     heavy_ratio = parts["heavy"]["ratio"]
-    return page + f"""
+    return (
+        page
+        + f"""
 Heavy transform: {verdict(heavy_ratio, GOAL_DATA)}. The light one is reported as it is. Both sides have the same cores
 of one machine, and Ray's own processes take their part of them: what Ray Data adds, the CPUs of other machines, does
 not show here.
 """
+    )
 
 
 if __name__ == "__main__":

@@ -1,21 +1,27 @@
 """A whole training state on disk: written atomically, read safely, and the newest readable one found again."""
 
+import io
 import os
 import pickle
 import random
 import re
 import zipfile
 import zlib
+from argparse import Namespace
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shared.distributed import Worker, gather_objects
+from shared.distributed import Worker, gather_objects, local_first
 
 FORMAT = "distributed-training-workshop checkpoint 1"
 NAME = re.compile(r"checkpoint-(\d{8})\.pt")
@@ -157,3 +163,87 @@ def restore(state: dict, model: nn.Module, optimizer: Optimizer, scheduler: LRSc
     if worker.rank < len(state["random"]):
         set_random_state(state["random"][worker.rank])
     return state["progress"]
+
+
+# --- sharded: every rank writes what it holds ------------------------------------------------------------------------
+
+
+def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Write this rank's slices of weights and optimizer state into `folder`, with torch.distributed.checkpoint.
+
+    Collective. The folder may be a different one on each node: their files together are the checkpoint. The optimizer
+    must have taken a step: to have something to save, torch would take one of its own, with a rate of 0, which Adam
+    counts like any other, and the training would be another one.
+    """
+    assert optimizer.state, "nothing to save before the first step"
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
+def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read this rank's slices from what any number of ranks have written with `save_sharded`. Collective.
+
+    Raises ValueError where `folder` holds another model; every rank then meets the same error.
+    """
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except (CheckpointException, RuntimeError, ValueError) as error:
+        raise ValueError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def save_zero(folder: str | Path, engine: object) -> None:
+    """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective; folders as above."""
+    (Path(folder) / "zero").mkdir()  # DeepSpeed makes it on the first rank's node only
+    engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
+
+
+def make_universal(folder: str | Path, worker: Worker) -> None:
+    """Convert what `save_zero` has written for any number of ranks, on each node in its own copy. Collective."""
+    from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal  # takes seconds to import
+
+    folder = Path(folder)
+    with local_first(worker):
+        if not (folder / "universal").exists():
+            options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it draws progress bars
+                ds_to_universal(Namespace(
+                    input_folder=str(folder / "zero"), output_folder=str(folder / "universal.partial"),
+                    inject_missing_state=True, **options,
+                ))  # fmt: skip
+            (folder / "universal.partial").rename(folder / "universal")
+
+
+def restore_zero(folder: str | Path, engine: object, universal: bool = False) -> None:
+    """Read this rank's slices of a DeepSpeed engine. Collective.
+
+    universal: read what `make_universal` has made, for an engine whose settings say `load_universal`.
+    """
+    loaded, _ = engine.load_checkpoint(str(folder), tag="universal" if universal else "zero")
+    if loaded is None:
+        raise ValueError(f"{folder} holds no checkpoint of DeepSpeed")
+
+
+def check_sums(folder: str | Path) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of every file in `folder`, by its path in it."""
+    found = {}
+    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+        crc = 0
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                crc = zlib.crc32(block, crc)
+        found[path.relative_to(folder).as_posix()] = [path.stat().st_size, crc]
+    return found
+
+
+def verify(folder: str | Path, files: dict[str, list[int]]) -> None:
+    """Raises ValueError where `folder` lacks one of `files`, or holds it otherwise than `check_sums` has seen it."""
+    found = check_sums(folder)
+    for name, expected in files.items():
+        if name not in found:
+            raise ValueError(f"incomplete: {name} is missing")
+        if found[name] != expected:
+            how = "truncated" if found[name][0] < expected[0] else "damaged"
+            raise ValueError(f"{how}: {name} in it is not as it was written")

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, TextIO
@@ -28,8 +28,6 @@ from shared.distributed import (
     rank_from_environment,
 )
 from shared.models import IMAGE_MODELS
-
-PRECISIONS = ("fp32", "bf16", "fp64")
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,8 +65,14 @@ def seed(text: str) -> int:
     return value
 
 
-def training_parser(description: str) -> Parser:
-    """The options that all training scripts share; a script adds its own."""
+def training_parser(
+    description: str, models: Sequence[str] = IMAGE_MODELS, datasets: Sequence[str] = IMAGE_DATASETS,
+    precisions: Sequence[str] = ("fp32", "bf16", "fp64"),
+) -> Parser:  # fmt: skip
+    """The options that all training scripts share, with the choices that a script serves; it adds options of its own.
+
+    The first of the choices is the default.
+    """
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--epochs", type=positive_int, default=5, help="passes over the training set (default: %(default)s)")
@@ -78,10 +82,10 @@ def training_parser(description: str) -> Parser:
     add("--lr", type=positive_float, default=1e-3,
         help="Adam's learning rate, halved every 15 epochs (default: %(default)s)")  # fmt: skip
     add("--seed", type=seed, default=0, help="seed of weights, sample order and dropout (default: %(default)s)")
-    add("--model", choices=IMAGE_MODELS, default="resnet18", help="default: %(default)s, with GroupNorm")
-    add("--dataset", choices=IMAGE_DATASETS, default="digits", help="default: %(default)s, which needs no download")
+    add("--model", choices=models, default=models[0], help="default: %(default)s")
+    add("--dataset", choices=datasets, default=datasets[0], help="default: %(default)s, which needs no download")
     add("--data-dir", default="data", help="where data sets are downloaded to (default: ./%(default)s)")
-    add("--precision", choices=PRECISIONS, default="fp32",
+    add("--precision", choices=precisions, default="fp32",
         help="fp32; bf16: autocast, weights stay fp32; fp64: to compare runs (default: %(default)s)")  # fmt: skip
     add("--storage-path", default="runs", help="folder that holds the runs' checkpoints (default: ./%(default)s)")
     add("--run-name", help="the run's folder under --storage-path (default: a new one, with the time in its name)")
@@ -91,7 +95,9 @@ def training_parser(description: str) -> Parser:
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raises ValueError for bf16 on a GPU without bf16 units, where it would be emulated and slow."""
+    """Raises ValueError for bf16 on a GPU without bf16 units, where it would be emulated and slow, and fp16 on a CPU."""
+    if precision == "fp16" and device.type == "cpu":
+        raise ValueError("--precision fp16 needs a GPU; on a CPU use fp32 or bf16")
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ValueError(f"{torch.cuda.get_device_name(device)} has no bf16 units; use --precision fp32")
 
@@ -160,18 +166,20 @@ def check_metrics_out(args: argparse.Namespace) -> None:
 
 
 def options_of(args: argparse.Namespace) -> dict:
-    """The options that decide what a run computes, for its checkpoints."""
-    return {name: getattr(args, name) for name in ("model", "dataset", "precision", "batch_size", "lr", "seed")}
+    """The options that decide what a run computes, for its checkpoints; an image model has no preset."""
+    names = ("model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "seed")
+    return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
 def check_same_run(args: argparse.Namespace, path: Path | str, saved: dict, worker: Worker) -> None:
     """Raises ValueError when a checkpoint is of another model, data set or program; says what else is not as it was."""
     now = options_of(args)
-    for name in ("model", "dataset"):
+    for name in [name for name in now if name in ("model", "preset", "zero_stage", "dataset")]:
         if name not in saved:
             raise ValueError(f"{path} was not written by a training script")
         if saved[name] != now[name]:
-            raise ValueError(f"{path} is of --{name} {saved[name]}, and this run asks for --{name} {now[name]}")
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{path} is of {option} {saved[name]}, and this run asks for {option} {now[name]}")
     changed = [f"{name} {saved.get(name)} -> {now[name]}" for name in now if saved.get(name) != now[name]]
     if changed:
         worker.log(

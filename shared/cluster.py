@@ -8,6 +8,7 @@ import os
 import socket
 import tempfile
 import uuid
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,8 @@ from ray.util.placement_group import placement_group, remove_placement_group
 
 import shared
 from shared import checkpoint, cli
-from shared.distributed import UsageError, Worker
+from shared.distributed import UsageError, Worker, from_rank_zero, gather_objects
+from shared.models import GPT_PRESETS
 
 SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale cluster
 STATE_FILE = "state.pt"
@@ -44,14 +46,26 @@ def num_workers(text: str) -> int:
     return value
 
 
-def training_parser(description: str) -> cli.Parser:
-    """The options of every training script, and those of the scripts on Ray."""
-    parser = cli.training_parser(description)
+def training_parser(description: str, **choices: Sequence[str]) -> cli.Parser:
+    """The options of every training script, and those of the scripts on Ray. choices: see `cli.training_parser`."""
+    parser = cli.training_parser(description, **choices)
     parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
     parser.add_argument("--num-workers", type=num_workers, default=2,
         help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
         help="one GPU a worker (default: if there are any)")  # fmt: skip
+    return parser
+
+
+def gpt_parser(description: str, precisions: Sequence[str]) -> cli.Parser:
+    """The options of the scripts on Ray that train a GPT."""
+    parser = training_parser(description, models=("gpt",), datasets=("text",), precisions=precisions)
+    parser.add_argument("--preset", choices=tuple(GPT_PRESETS), default="nano",
+        help="size of the GPT; nano has 1 M parameters (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--text-file", metavar="FILE", help="train on this text (default: Python's standard library)")
+    parser.add_argument("--activation-checkpointing", action="store_true",
+        help="keep only the blocks' inputs, and compute the rest again in the backward pass")  # fmt: skip
+    parser.add_argument("--offload", action="store_true", help="keep weights and optimizer state in the host's memory")
     return parser
 
 
@@ -230,9 +244,28 @@ def load_newest(folder: str) -> tuple[str | None, dict | None, list[str]]:
 
     def load(path: str) -> dict:
         with ray.train.Checkpoint(path, files).as_directory() as local:
-            return checkpoint.load(Path(local) / STATE_FILE)
+            state = checkpoint.load(Path(local) / STATE_FILE)
+            checkpoint.verify(local, state.get("files", {}))
+            return state
 
     return checkpoint.first_readable(list_newest_first(folder), load)
+
+
+@contextlib.contextmanager
+def newest_checkpoint(args: argparse.Namespace, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:
+    """The newest readable checkpoint on every rank: (a local folder with its files, its state); (None, None) without.
+
+    Collective. From storage that this node does not see the files are copied once a node.
+    """
+    path, state = None, None
+    if worker.rank == 0 and args.num_workers > 0:  # local mode stores none
+        path, state, _ = load_newest(args.folder)
+    path, state = from_rank_zero((path, state))
+    if path is None:
+        yield None, None
+    else:
+        with ray.train.Checkpoint(path, file_system(args.folder)[0]).as_directory() as local:
+            yield local, state
 
 
 def make_folder(folder: str) -> None:
@@ -256,10 +289,18 @@ def make_folder(folder: str) -> None:
             files.delete_file(snapshot)
 
 
-def report(state: dict, metrics: dict, worker: Worker) -> None:
-    """Rank 0 writes `state`, and Ray copies it to the run's storage with `metrics` beside it. Collective."""
+def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
+    """Rank 0 writes `state`, and Ray copies it to the run's storage with `metrics` beside it. Collective.
+
+    write: called on every rank with a folder, for its own part of a sharded checkpoint.
+    """
     with tempfile.TemporaryDirectory() as folder:
         reported = None
+        if write is not None:
+            write(folder)
+            parts = gather_objects(checkpoint.check_sums(folder))
+            state = {**state, "files": {name: entry for part in parts for name, entry in part.items()}}
+            reported = ray.train.Checkpoint.from_directory(folder)
         if worker.rank == 0:
             checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
             reported = ray.train.Checkpoint.from_directory(folder)

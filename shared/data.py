@@ -5,6 +5,7 @@ Every image data set comes as three TensorDatasets of (float32 image in [-1, 1],
 
 import importlib.util
 import math
+import sysconfig
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -116,6 +117,31 @@ def load(name: str, data_dir: str | Path = "data") -> Splits:
     if name == "synthetic":
         return synthetic()
     raise ValueError(f"unknown data set {name!r}; use one of {', '.join(IMAGE_DATASETS)}")
+
+
+def text(context: int, file: str | Path | None = None, num_windows: int = 1280) -> Splits:
+    """Windows of bytes to predict the next byte: three sets of (int64 inputs (context,), int64 targets (context,)).
+
+    The corpus is the source of Python's own standard library (no download), or the text file `file`; its first 90 %
+    are for training, 5 % each for validation and test. An epoch is `num_windows` windows, and a fifth of that for each
+    of the others, at places drawn by a fixed seed. Raises ValueError for a file that is too short, OSError for none.
+    """
+    if file is None:
+        folder = Path(sysconfig.get_path("stdlib"))
+        corpus = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
+    else:
+        corpus = Path(file).read_bytes()
+    tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8).long()
+    if len(tokens) < 40 * (context + 1):
+        raise ValueError(f"{file} has {len(tokens)} bytes; a context of {context} needs {40 * (context + 1)} or more")
+    ends = [round(len(tokens) * share) for share in (0.9, 0.95, 1)]
+    generator, sets = torch.Generator().manual_seed(SPLIT_SEED), []
+    counts = (num_windows, num_windows // 5, num_windows // 5)
+    for part, count in zip(tokens.tensor_split(ends[:2]), counts, strict=True):
+        starts = torch.randint(len(part) - context, (count, 1), generator=generator)
+        windows = part[starts + torch.arange(context + 1)]
+        sets.append(TensorDataset(windows[:, :-1], windows[:, 1:]))
+    return Splits(*sets, tuple(map(str, range(256))))
 
 
 def write_parquet(dataset: TensorDataset, folder: str, num_files: int = 8) -> str:

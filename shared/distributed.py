@@ -80,6 +80,14 @@ def join(timeout_s: float = 600) -> Worker:
     return Worker(rank, local_rank, world_size, device, rank == 0 and store.check([CLAIMED]))
 
 
+def join_alone(device: torch.device) -> None:
+    """Make a process group of this process alone, where there is none: FSDP2 and DeepSpeed want one."""
+    if not dist.is_initialized():
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+
+
 def agent_store() -> dist.Store | None:
     """The key-value store of torchrun's agents, which outlives the processes that they restart; None without one."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":

@@ -1,9 +1,16 @@
-"""The models of the workshop: torchvision's ResNet-18 for small images, and a plain MLP."""
+"""The models of the workshop: torchvision's ResNet-18 for small images, a plain MLP, and a GPT of any size."""
 
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 
 def resnet18(in_channels: int = 1, num_classes: int = 10, norm: str = "group") -> nn.Module:
@@ -62,3 +69,97 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> nn.
     if name == "mlp":
         return MLP(image_shape[0] * image_shape[1] * image_shape[2], num_classes=num_classes)
     raise ValueError(f"unknown model {name!r}; use one of {', '.join(IMAGE_MODELS)}")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a GPT: layers, attention heads, width, the context in tokens, and how many tokens there are."""
+
+    num_layers: int
+    num_heads: int
+    dim: int
+    context: int
+    vocab_size: int = 256  # bytes
+
+
+GPT_PRESETS = {
+    "nano": GPTConfig(num_layers=5, num_heads=4, dim=128, context=64),  # 1 M parameters: for CPUs
+    "micro": GPTConfig(num_layers=8, num_heads=8, dim=256, context=128),  # 6 M
+    "124m": GPTConfig(num_layers=12, num_heads=12, dim=768, context=1024),  # the widths and depths of GPT-2 and GPT-3
+    "350m": GPTConfig(num_layers=24, num_heads=16, dim=1024, context=1024),
+    "1b": GPTConfig(num_layers=24, num_heads=16, dim=2048, context=2048),
+    "7b": GPTConfig(num_layers=32, num_heads=32, dim=4096, context=2048),
+    "13b": GPTConfig(num_layers=40, num_heads=40, dim=5120, context=2048),
+}
+
+
+class Block(nn.Module):
+    """One layer of a GPT, (batch, tokens, dim) -> the same shape: attention to the past, then an MLP."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.norm1 = nn.LayerNorm(config.dim)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.out = nn.Linear(config.dim, config.dim, bias=False)
+        self.norm2 = nn.LayerNorm(config.dim)
+        self.up = nn.Linear(config.dim, 4 * config.dim, bias=False)
+        self.down = nn.Linear(4 * config.dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, tokens, dim of a head)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """A GPT over bytes: tokens (batch, T <= context) of int64 -> logits (batch, T, vocab_size).
+
+    GPT-2's layers (Radford et al. 2019) without biases and dropout: no random number is drawn after the start.
+    Its parameters are for `init_weights` to set: torch would draw them, for layers it cannot hold whole, differently.
+    """
+
+    def __init__(self, config: GPTConfig, activation_checkpointing: bool = False):
+        super().__init__()
+        self.config, self.activation_checkpointing = config, activation_checkpointing
+        self.tokens = nn.Embedding(config.vocab_size, config.dim)
+        self.positions = nn.Embedding(config.context, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            # A checkpointed block keeps only its input, and is computed once more in the backward pass.
+            x = checkpoint(block, x, use_reentrant=False) if self.activation_checkpointing else block(x)
+        return self.head(self.norm(x))
+
+
+def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
+    """The float32 start value of a GPT's parameter: it depends on its name, its shape and the seed alone.
+
+    Normal with deviation 0.02, as GPT-2; a norm's weight is 1 and its bias 0. So each parameter can be made by itself,
+    and N ranks that each keep a slice start from the weights that one process starts from.
+    """
+    if "norm" in name:
+        return torch.full(shape, float(name.endswith("weight")))
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+    return torch.empty(shape).normal_(std=0.02, generator=generator)
+
+
+@torch.no_grad()
+def init_weights(
+    model: GPT, seed: int, gathered: Callable[[nn.Parameter], AbstractContextManager] = nullcontext
+) -> None:
+    """Set every parameter to its `initial_value`: of DTensors each rank its own slice, without communication.
+
+    gathered: makes a parameter whole for a while, as DeepSpeed's `GatheredParameters` does.
+    """
+    for name, parameter in model.named_parameters():
+        with gathered(parameter):
+            value = initial_value(name, parameter.shape, seed).to(parameter.device, parameter.dtype)
+            if isinstance(parameter, DTensor):
+                value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(value)

@@ -26,3 +26,9 @@ def small_mnist(tmp_path_factory) -> Path:
 def one_process(small_mnist, tmp_path_factory) -> list[dict]:
     """The metrics that all numbers of processes must have with the options UNEVEN."""
     return train(0, tmp_path_factory.mktemp("one"), *UNEVEN, "--data-dir", small_mnist)
+
+
+@pytest.fixture
+def no_ray(monkeypatch):
+    """No other Ray is joined by accident."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)

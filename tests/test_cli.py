@@ -109,6 +109,12 @@ def test_bf16_is_refused_only_on_a_gpu_without_it(monkeypatch):
         cli.check_precision("bf16", gpu)
 
 
+def test_fp16_is_refused_on_a_cpu():
+    cli.check_precision("fp16", torch.device("cuda", 0))
+    with pytest.raises(ValueError, match="fp16 needs a GPU"):
+        cli.check_precision("fp16", torch.device("cpu"))
+
+
 # --- claiming a run --------------------------------------------------------------------------------------------------
 
 

@@ -21,12 +21,6 @@ def options(small_mnist) -> tuple:
     return (*UNEVEN, "--data-dir", small_mnist, "--run-name", "run")
 
 
-@pytest.fixture
-def no_ray(monkeypatch):
-    """No other Ray is joined by accident."""
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-
-
 pytestmark = pytest.mark.usefixtures("no_ray")
 
 

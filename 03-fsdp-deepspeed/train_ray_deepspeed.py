@@ -1,0 +1,245 @@
+"""Train a GPT with DeepSpeed ZeRO on Ray Train: optimizer state, gradients and weights cut up in stages 1, 2 and 3.
+
+Two workers here:     python train_ray_deepspeed.py --num-workers 2 --zero-stage 3
+In this process:      python train_ray_deepspeed.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
+On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_deepspeed.py --num-workers 16 --preset 7b --precision bf16
+
+Every stage computes what DDP computes: with one --seed and --batch-size, every number of workers has the same losses,
+up to rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint. With --resume it does so
+with any number of workers.
+"""
+
+import json
+import os
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import ray.train
+import torch
+import torch.nn.functional as F
+from ray.train.torch import TorchTrainer, prepare_data_loader
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, Dataset
+
+from shared import checkpoint, cli, cluster, data, distributed, measure, models
+
+
+def main() -> None:
+    parser = cluster.gpt_parser(__doc__, precisions=("fp32", "bf16", "fp16"))
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3),
+        help="1: optimizer state is cut up, 2: gradients too, 3: weights too (default: as in --ds-config)")  # fmt: skip
+    parser.add_argument("--ds-config", metavar="FILE", default=str(Path(__file__).with_name("ds_config.json")),
+        help="DeepSpeed's settings (default: ds_config.json beside this file)")  # fmt: skip
+    args = parser.parse_args()
+    driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
+    folder = cluster.run_folder(args)
+
+    # [1] Whatever can be wrong is found before a worker starts.
+    state = None
+    with distributed.fail_together():
+        settings = read_settings(args, cluster.world_size(args))
+        if args.num_workers > 0:
+            state = cli.claim_run(args, folder, driver, storage=cluster)
+        elif args.resume:
+            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+        cli.check_metrics_out(args)
+        data.text(models.GPT_PRESETS[args.preset].context, args.text_file)
+    cluster.start(args)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
+
+    # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
+    storage_path, _, name = folder.rpartition("/")
+    earlier = state["progress"]["metrics"] if state else []
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={**vars(args), "folder": folder, "settings": settings},
+        scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray.train.FailureConfig(max_failures=3),
+            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+        ),
+    )
+    returned = trainer.fit().return_value
+    if isinstance(returned, distributed.UsageError):
+        raise returned
+    if driver.rank == 0:
+        cli.write_metrics(args.metrics_out, returned)
+        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
+
+
+def train_worker(config: dict) -> list[dict] | distributed.UsageError:
+    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
+    try:
+        return train(Namespace(**config), cluster.worker())
+    except distributed.UsageError as error:
+        return error
+
+
+def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    config = models.GPT_PRESETS[args.preset]
+    with distributed.fail_together():
+        cli.check_precision(args.precision, worker.device)
+        splits = data.text(config.context, args.text_file)
+        local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
+
+    # [3] Go on where a run was interrupted, or begin: the engine is the model, its optimizer and its scheduler in one.
+    progress = cli.new_progress(args)
+    distributed.join_alone(worker.device)  # in local mode
+    os.environ.setdefault("DS_ACCELERATOR", worker.device.type)
+    with cluster.newest_checkpoint(args, worker) as (saved, state):
+        moved = state is not None and state["world_size"] != worker.world_size
+        if moved:
+            checkpoint.make_universal(saved, worker)
+            args.settings["checkpoint"] = {"load_universal": True}
+        engine = build_engine(config, len(splits.train), args, worker)
+        if state is not None:
+            checkpoint.restore_zero(saved, engine, universal=moved)
+            progress = state["progress"]
+            if worker.rank == 0:
+                worker.log(f"going on after step {progress['step']}")
+
+    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
+    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+
+    # [4] Train, validate and save, epoch by epoch.
+    while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
+        measured = train_epoch(engine, train_loader, worker, args, progress)
+        metrics = cli.finish_epoch(progress, len(splits.train), {
+            **evaluate(engine, val_loader, worker, args.batch_size),
+            **measured,
+            "world_size": worker.world_size,
+        })  # fmt: skip
+        save(worker, engine, progress, metrics)
+        if worker.rank == 0:
+            worker.log(cli.describe(metrics, args.epochs))
+    return progress["metrics"]
+
+
+def read_settings(args: Namespace, world_size: int) -> dict:
+    """DeepSpeed's settings: those of --ds-config, with this run's batch, precision and stage. Raises ValueError."""
+    settings = json.loads(Path(args.ds_config).read_text())
+    zero = settings.setdefault("zero_optimization", {})
+    args.zero_stage = zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    if zero["stage"] not in (0, 1, 2, 3):
+        raise ValueError(f"{args.ds_config}: ZeRO has the stages 0, 1, 2 and 3, not {zero['stage']!r}")
+    accumulation = settings.setdefault("gradient_accumulation_steps", 1)
+    batches = {
+        "train_batch_size": args.batch_size,
+        "train_micro_batch_size_per_gpu": data.local_batch_size(args.batch_size, world_size * accumulation),
+    }
+    for name, size in batches.items():
+        if settings.setdefault(name, size) != size:
+            raise ValueError(
+                f"{args.ds_config}: {name} is {settings[name]}; --batch-size {args.batch_size} on {world_size} workers "
+                f"with {accumulation} accumulation steps makes it {size}. Leave it out, and it is filled in"
+            )
+    settings["optimizer"]["params"]["lr"] = args.lr
+    settings |= {name: {"enabled": args.precision == name} for name in ("bf16", "fp16")}
+    if args.offload:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+    return settings
+
+
+def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, worker: distributed.Worker) -> nn.Module:
+    """A DeepSpeedEngine around a GPT. In stage 3 its weights are cut up while it is built: no rank ever holds all."""
+    import deepspeed  # takes seconds; the driver needs none of it
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for CPUs only
+    deepspeed.init_distributed(dist_init_required=False)  # joins the process group that is there
+    steps_per_epoch = len(data.global_batch_counts(num_samples, args.batch_size))
+    with deepspeed.zero.Init(config_dict_or_path=args.settings, enabled=args.zero_stage == 3):
+        model = models.GPT(config, args.activation_checkpointing)
+    models.init_weights(model, args.seed, gathered=lambda parameter: deepspeed.zero.GatheredParameters(
+        parameter, modifier_rank=0, enabled=args.zero_stage == 3
+    ))  # fmt: skip
+    return deepspeed.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        config=args.settings,
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // (15 * steps_per_epoch))),
+    )[0]
+
+
+def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
+    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
+    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
+    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
+    return prepare_data_loader(
+        DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
+    )
+
+
+def train_epoch(
+    engine: nn.Module, loader: DataLoader, worker: distributed.Worker, args: Namespace, progress: dict
+) -> dict:
+    """Train from `progress` to the end of the epoch, or to --max-steps; returns speed and memory."""
+    engine.train()
+    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
+    loader.sampler.set_position(progress["position"])
+    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
+    if args.max_steps is not None:
+        counts = counts[: args.max_steps - progress["step"]]
+    accumulation = engine.gradient_accumulation_steps()
+    losses = []
+    memory = measure.PeakMemory(worker.device)
+    started = time.perf_counter()
+    for count, batch in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+        losses.append(0.0)
+        for tokens, targets in zip(*(part.tensor_split(accumulation) for part in batch), strict=True):
+            watched = len(losses) == len(counts) and engine.is_gradient_accumulation_boundary()
+            if watched:  # the last backward pass of the last step: on a CPU, watching takes time
+                memory.start(*measure.zero_state(engine))
+            tokens, targets = (part.to(worker.device, non_blocking=True) for part in (tokens, targets))
+            # This rank's share of the mean over the global batch. DeepSpeed divides by the world size and by the
+            # number of accumulation steps, so we multiply by them.
+            loss = sum_of_losses(engine(tokens), targets) / (count * tokens.shape[1])
+            engine.backward(loss * worker.world_size * accumulation)
+            losses[-1] += loss.detach()
+            if watched:
+                state_bytes = measure.storage_bytes(measure.zero_state(engine))
+            engine.step()  # moves the weights after the last of the accumulation steps
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
+    seconds = time.perf_counter() - started
+    cli.record_steps(progress, step_losses, counts)
+    return {
+        "samples_per_second": sum(counts) / seconds,
+        "tokens_per_second": sum(counts) * tokens.shape[1] / seconds,
+        "state_bytes_per_rank": state_bytes,
+        "peak_memory_bytes": memory.stop(),
+    }
+
+
+@torch.no_grad()
+def evaluate(engine: nn.Module, loader: DataLoader, worker: distributed.Worker, batch_size: int) -> dict:
+    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    engine.eval()
+    totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, tokens
+    num_batches = len(data.global_batch_counts(len(loader.dataset), batch_size))
+    for tokens, targets in data.even_batches(loader, num_batches):  # every forward pass gathers weights from all ranks
+        tokens, targets = tokens.to(worker.device), targets.to(worker.device)
+        logits = engine(tokens)
+        totals[0] += sum_of_losses(logits, targets)
+        totals[1] += (logits.argmax(dim=2) == targets).sum()
+        totals[2] += targets.numel()
+    loss, correct, num_tokens = distributed.global_sum(totals).tolist()
+    return {"val_loss": loss / num_tokens, "val_accuracy": correct / num_tokens}
+
+
+def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each of a batch's tokens, (batch, T, vocab_size) and (batch, T), added up; in float32."""
+    return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def save(worker: distributed.Worker, engine: nn.Module, progress: dict, metrics: dict) -> None:
+    """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
+    state = {"progress": progress, "world_size": worker.world_size}
+    cluster.report(state, metrics, worker, write=lambda folder: checkpoint.save_zero(folder, engine))
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,221 @@
+"""Train a GPT with FSDP2 on Ray Train: every worker keeps a slice of the weights, the gradients and Adam's moments.
+
+Two workers here:     python train_ray_fsdp2.py --num-workers 2
+In this process:      python train_ray_fsdp2.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
+On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_fsdp2.py --num-workers 16 --preset 7b --precision bf16
+
+It computes what DDP computes: with one --seed and --batch-size, every number of workers has the same losses, up to
+rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint. With --resume it does so with
+any number of workers.
+"""
+
+import argparse
+import time
+from argparse import Namespace
+
+import ray.train
+import torch
+import torch.nn.functional as F
+from ray.train.torch import TorchTrainer, prepare_data_loader
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset
+
+from shared import checkpoint, cli, cluster, data, distributed, measure, models
+
+
+def main() -> None:
+    parser = cluster.gpt_parser(__doc__, precisions=("fp32", "bf16", "fp64"))
+    parser.add_argument("--strategy", choices=("fsdp2", "ddp"), default="fsdp2",
+        help="ddp: every worker keeps everything, to compare (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True,
+        help="free a block's gathered weights between its forward and its backward pass (default: yes)")  # fmt: skip
+    args = parser.parse_args()
+    driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
+    folder = cluster.run_folder(args)
+
+    # [1] Whatever can be wrong is found before a worker starts.
+    state = None
+    with distributed.fail_together():
+        data.local_batch_size(args.batch_size, cluster.world_size(args))
+        if args.num_workers > 0:
+            state = cli.claim_run(args, folder, driver, storage=cluster)
+        elif args.resume:
+            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+        cli.check_metrics_out(args)
+        data.text(models.GPT_PRESETS[args.preset].context, args.text_file)
+    cluster.start(args)
+    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
+
+    # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
+    storage_path, _, name = folder.rpartition("/")
+    earlier = state["progress"]["metrics"] if state else []
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={**vars(args), "folder": folder},
+        scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray.train.FailureConfig(max_failures=3),
+            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+        ),
+    )
+    returned = trainer.fit().return_value
+    if isinstance(returned, distributed.UsageError):
+        raise returned
+    if driver.rank == 0:
+        cli.write_metrics(args.metrics_out, returned)
+        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
+
+
+def train_worker(config: dict) -> list[dict] | distributed.UsageError:
+    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
+    try:
+        return train(Namespace(**config), cluster.worker())
+    except distributed.UsageError as error:
+        return error
+
+
+def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    config = models.GPT_PRESETS[args.preset]
+    with distributed.fail_together():
+        cli.check_precision(args.precision, worker.device)
+        splits = data.text(config.context, args.text_file)
+        local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
+
+    # [3] No rank ever holds the whole model: it is laid out without memory and cut up, then each slice gets its values.
+    distributed.join_alone(worker.device)  # in local mode
+    with torch.device("meta"):
+        model = models.GPT(config, args.activation_checkpointing)
+    model.to(torch.float64 if args.precision == "fp64" else torch.float32)
+    if args.strategy == "fsdp2":
+        shard(model, args, worker)
+    model.to_empty(device="cpu" if args.offload else worker.device)
+    models.init_weights(model, args.seed)
+    if args.strategy == "ddp":  # to compare
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
+
+    # [4] Go on where a run was interrupted: every rank reads its slices, also those that other ranks have written.
+    progress = cli.new_progress(args)
+    with cluster.newest_checkpoint(args, worker) as (saved, state):
+        if state is not None:
+            checkpoint.restore_sharded(saved, model, optimizer)
+            scheduler.load_state_dict(state["scheduler"])
+            progress = state["progress"]
+            if worker.rank == 0:
+                worker.log(f"going on after step {progress['step']}")
+
+    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
+    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+
+    # [5] Train, validate and save, epoch by epoch.
+    while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
+        measured = train_epoch(model, train_loader, optimizer, worker, args, progress)
+        metrics = cli.finish_epoch(progress, len(splits.train), {
+            **evaluate(model, val_loader, worker, args.batch_size),
+            **measured,
+            "world_size": worker.world_size,
+        })  # fmt: skip
+        if progress["position"] == 0:
+            scheduler.step()
+        save(worker, model, optimizer, scheduler, progress, metrics)
+        if worker.rank == 0:
+            worker.log(cli.describe(metrics, args.epochs))
+    return progress["metrics"]
+
+
+def shard(model: models.GPT, args: Namespace, worker: distributed.Worker) -> None:
+    """Cut every parameter into one slice a rank. A block is gathered whole while it computes, the rest once a pass."""
+    options = {
+        "mesh": init_device_mesh(worker.device.type, (worker.world_size,)),
+        "reshard_after_forward": args.reshard_after_forward,
+        "mp_policy": MixedPrecisionPolicy(),
+        "offload_policy": CPUOffloadPolicy() if args.offload else OffloadPolicy(),
+    }
+    if args.precision == "bf16":
+        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+
+
+def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
+    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
+    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
+    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
+    return prepare_data_loader(
+        DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
+    )
+
+
+def train_epoch(
+    model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
+    args: Namespace, progress: dict,
+) -> dict:  # fmt: skip
+    """Train from `progress` to the end of the epoch, or to --max-steps; returns speed and memory."""
+    model.train()
+    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
+    loader.sampler.set_position(progress["position"])
+    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
+    if args.max_steps is not None:
+        counts = counts[: args.max_steps - progress["step"]]
+    losses = []
+    memory = measure.PeakMemory(worker.device)
+    started = time.perf_counter()
+    for count, (tokens, targets) in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+        optimizer.zero_grad()
+        if len(losses) == len(counts) - 1:  # the last step only: on a CPU, watching takes time
+            memory.start(model, optimizer)
+        tokens, targets = (batch.to(worker.device, non_blocking=True) for batch in (tokens, targets))
+        # This rank's share of the mean over the global batch. FSDP divides by the world size, so we multiply by it.
+        loss = sum_of_losses(model(tokens), targets) / (count * tokens.shape[1])
+        (loss * worker.world_size).backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
+    seconds = time.perf_counter() - started
+    cli.record_steps(progress, step_losses, counts)
+    return {
+        "samples_per_second": sum(counts) / seconds,
+        "tokens_per_second": sum(counts) * tokens.shape[1] / seconds,
+        "state_bytes_per_rank": measure.state_bytes(model, optimizer),
+        "peak_memory_bytes": memory.stop(),
+    }
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: DataLoader, worker: distributed.Worker, batch_size: int) -> dict:
+    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    model.eval()
+    totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, tokens
+    num_batches = len(data.global_batch_counts(len(loader.dataset), batch_size))
+    for tokens, targets in data.even_batches(loader, num_batches):  # every forward pass gathers weights from all ranks
+        tokens, targets = tokens.to(worker.device), targets.to(worker.device)
+        logits = model(tokens)
+        totals[0] += sum_of_losses(logits, targets)
+        totals[1] += (logits.argmax(dim=2) == targets).sum()
+        totals[2] += targets.numel()
+    loss, correct, num_tokens = distributed.global_sum(totals).tolist()
+    return {"val_loss": loss / num_tokens, "val_accuracy": correct / num_tokens}
+
+
+def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Cross-entropy of each of a batch's tokens, (batch, T, vocab_size) and (batch, T), added up; never in bf16."""
+    logits = logits.float() if logits.dtype == torch.bfloat16 else logits
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def save(worker: distributed.Worker, model, optimizer, scheduler, progress: dict, metrics: dict) -> None:
+    """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
+    state = {"scheduler": scheduler.state_dict(), "progress": progress}
+    cluster.report(state, metrics, worker, write=lambda folder: checkpoint.save_sharded(folder, model, optimizer))
+
+
+if __name__ == "__main__":
+    cli.run(main)

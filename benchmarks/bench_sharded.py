@@ -1,0 +1,122 @@
+"""DDP, FSDP2 and every ZeRO stage on two processes, same model, seed and global batch. Measures:
+
+1. tokens per second of each over plain DDP, in turn; state and peak bytes a rank; the last loss.
+2. how long training stands still for a sharded checkpoint, synchronous and asynchronous.
+
+Writes sharded-DATE-DEVICE.md and .json. GPUs are used where there are two.
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import torch
+from bench_ddp import ENVIRONMENT, HERE, ROOT, compare, machine
+
+from shared import measure, models
+
+PRESET, BATCH_SIZE, STEPS = ("124m", 32, 20) if torch.cuda.device_count() >= 2 else ("nano", 32, 20)
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+FSDP2, ZERO = "train_ray_fsdp2.py", "train_ray_deepspeed.py"
+STRATEGIES = {
+    "DDP": (FSDP2, "--strategy", "ddp"),
+    "FSDP2": (FSDP2,),
+    "FSDP2, kept": (FSDP2, "--no-reshard-after-forward"),
+    "FSDP2, bf16": (FSDP2, "--precision", "bf16"),
+    "FSDP2, activation checkpointing": (FSDP2, "--activation-checkpointing"),
+    "ZeRO-0": (ZERO, "--zero-stage", "0"),
+    "ZeRO-1": (ZERO, "--zero-stage", "1"),
+    "ZeRO-2": (ZERO, "--zero-stage", "2"),
+    "ZeRO-3": (ZERO, "--zero-stage", "3"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each strategy, in turn (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=HERE / "results", help="default: benchmarks/results")
+    args = parser.parse_args()
+    result = {"date": time.strftime("%Y-%m-%d"), "repeats": args.repeats, "preset": PRESET, "batch_size": BATCH_SIZE}
+    result |= machine()
+    result["strategies"] = strategies(args.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "save.json")
+        subprocess.run([*TORCHRUN, HERE / "sharded_save.py", PRESET, "4", out], env=ENVIRONMENT, check=True)
+        result["save"] = json.loads(out.read_text())
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"sharded-{result['date']}-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}"
+    path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+    path.with_suffix(".md").write_text(report(result))
+    print(f"\n{report(result)}\nwritten: {path}.md and .json")
+
+
+def strategies(repeats: int) -> dict:
+    """The metrics of each strategy's second epoch: the first one warms up."""
+    lines = {name: [] for name in STRATEGIES}
+    for number in range(1, repeats + 1):
+        for name, (script, *more) in STRATEGIES.items():
+            with tempfile.TemporaryDirectory() as folder:
+                command = [*TORCHRUN, ROOT / "03-fsdp-deepspeed" / script, "--num-workers", "0", "--preset", PRESET]
+                command += ["--batch-size", str(BATCH_SIZE), "--max-steps", str(1280 // BATCH_SIZE + STEPS)]
+                command += ["--metrics-out", f"{folder}/metrics.jsonl", *more]
+                subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
+                lines[name].append(json.loads(Path(folder, "metrics.jsonl").read_text().splitlines()[-1]))
+            print(f"[{number}/{repeats}] {name}: {lines[name][-1]['tokens_per_second']:.0f} tokens/s", flush=True)
+    rates = {name: [line["tokens_per_second"] for line in lines[name]] for name in lines}
+    return {
+        name: {
+            **compare(rates["DDP"], rates[name]),
+            **{key: lines[name][-1][key] for key in ("state_bytes_per_rank", "peak_memory_bytes", "val_loss")},
+            "last_loss": lines[name][-1]["step_losses"][-1],
+        }
+        for name in lines
+    }
+
+
+def predicted(name: str, preset: str) -> float:
+    """The state that a rank keeps by the library's formula, in bytes."""
+    with torch.device("meta"):
+        num_parameters = sum(parameter.numel() for parameter in models.GPT(models.GPT_PRESETS[preset]).parameters())
+    precision = "bf16" if "bf16" in name else "fp32"
+    return measure.predicted_state_bytes(name.lower().split(",")[0], precision, num_parameters, 2)
+
+
+def report(result: dict) -> str:
+    """The result as a Markdown page."""
+    page = f"""# DDP, FSDP2 and ZeRO on {result["device"]}, {result["date"]}
+
+GPT `{result["preset"]}`, two processes, global batch {result["batch_size"]}. CPU: {result["cpu"]}, {result["cpus"]} of
+them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. One thread a
+process. Medians of {result["repeats"]} runs of each strategy in turn; a ratio is that of the medians, its range that
+of single rounds. An epoch's last step is watched for its peak of memory, which slows it down.
+
+| | state a rank, MB | by formula | peak, MB | tokens/s | over DDP | range | last loss |
+|---|---:|---:|---:|---:|---:|---:|---:|
+"""
+    for name, line in result["strategies"].items():
+        megabytes = (line["state_bytes_per_rank"], predicted(name, result["preset"]), line["peak_memory_bytes"])
+        cells = [f"{value / 1e6:.1f}" for value in megabytes]
+        cells += [f"{median(line['measured']):.0f}", f"{line['ratio']:.2f}"]
+        cells += [f"{line['lowest']:.2f} to {line['highest']:.2f}", f"{line['last_loss']:.6f}"]
+        page += f"| {name} | {' | '.join(cells)} |\n"
+    save = {name: median(seconds) for name, seconds in result["save"].items()}
+    return (
+        page
+        + f"""
+## Saving a sharded checkpoint
+
+FSDP2, two ranks, median of five. Training stands still for **{save["sync_still"]:.3f} s** while it saves synchronously,
+and for **{save["async_still"]:.3f} s** while it begins to save asynchronously; the steps that follow then take
+{save["steps_meanwhile"]:.2f} s instead of {save["steps_alone"]:.2f} s, since the writing goes on beside them.
+"""
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The checks of lesson 3.2: the stub and plausible wrong answers are rejected with a message that helps."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from test_checks import assert_accepts, assert_rejects, stub
+
+from shared import checks
+
+
+@pytest.mark.parametrize("check", [checks.exercise_3_4, checks.exercise_3_6])
+def test_a_stub_is_not_done_yet(check, capsys):
+    assert_rejects(check, stub, "not done yet", capsys)
+
+
+# --- 3.4: a slice in bytes -------------------------------------------------------------------------------------------
+
+
+def slice_bytes(shape, dtype, world_size, rank):
+    most = math.ceil(shape[0] / world_size)
+    rows = min(most, max(0, shape[0] - rank * most))
+    return rows * math.prod(shape[1:]) * dtype.itemsize
+
+
+def divided(shape, dtype, world_size, rank):
+    return math.prod(shape) * dtype.itemsize / world_size
+
+
+def padded(shape, dtype, world_size, rank):
+    return slice_bytes(shape, dtype, world_size, 0)
+
+
+def evened_out(shape, dtype, world_size, rank):
+    rows = shape[0] // world_size + (rank < shape[0] % world_size)
+    return rows * math.prod(shape[1:]) * dtype.itemsize
+
+
+def always_four_bytes(shape, dtype, world_size, rank):
+    return slice_bytes(shape, dtype, world_size, rank) // dtype.itemsize * 4
+
+
+def test_3_4_accepts(capsys):
+    assert_accepts(checks.exercise_3_4, slice_bytes, capsys)
+
+
+@pytest.mark.parametrize(("answer", "because"), [
+    (divided, "(5, 8) of torch.float32 on 4 ranks: the slices have [64, 64, 32, 0] bytes, you say [40.0, 40.0, 40.0, "
+        "40.0]. A row is never cut in two."),
+    (padded, "That is the padded storage"),
+    (evened_out, "[64, 32, 32, 32]. Rows are not evened out"),
+    (always_four_bytes, "A number of torch.float64 takes 8 bytes"),
+    (lambda *case: slice_bytes(*case) / case[1].itemsize, "A number of torch.float32 takes 4 bytes"),
+    (lambda *case: None, "return a number of bytes, not None"),
+])  # fmt: skip
+def test_3_4_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_4, answer, because, capsys)
+
+
+# --- 3.5: a vision model, on two ranks -------------------------------------------------------------------------------
+
+IMPORT = "from torch.distributed.fsdp import fully_shard\n\n\ndef shard(model):\n"
+BLOCKS = "    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):\n        "
+BY_BLOCK = f"{BLOCKS}for block in layer:\n            fully_shard(block)\n"
+ROOT = "    fully_shard(model)\n"
+
+
+def exercise_3_5(body, tmp_path):
+    path = tmp_path / "exercise.py"
+    path.write_text(IMPORT + body)
+    return checks.exercise_3_5(path, strict=True)
+
+
+def test_3_5_accepts(tmp_path):
+    assert exercise_3_5(BY_BLOCK + ROOT, tmp_path)
+
+
+@pytest.mark.parametrize(("body", "because"), [
+    ("    raise NotImplementedError\n", "not done yet"),
+    (BY_BLOCK, r"parameters are not sharded \(conv1.weight, .*Call fully_shard on the whole model last"),
+    (ROOT + BY_BLOCK, "Did you shard the model before its blocks"),
+    (ROOT, "100% of the weights are gathered at once"),
+    (f"{BLOCKS}fully_shard(layer)\n{ROOT}", "75% of the weights are gathered at once.* Shard the blocks first"),
+])  # fmt: skip
+def test_3_5_rejects(body, because, tmp_path):
+    with pytest.raises(AssertionError, match=because):
+        exercise_3_5(body, tmp_path)
+
+
+# --- 3.6: collectives of a step --------------------------------------------------------------------------------------
+
+
+def collectives(num_blocks, micro_batches, reshard_blocks, reshard_root):
+    return micro_batches * (num_blocks + 1 + num_blocks * reshard_blocks + reshard_root), num_blocks + 1
+
+
+def reduced_each_time(*case):
+    return collectives(*case)[0], case[1] * collectives(*case)[1]
+
+
+def gathered_once(num_blocks, micro_batches, *flags):
+    return collectives(num_blocks, 1, *flags)
+
+
+def root_forgotten(num_blocks, micro_batches, reshard_blocks, reshard_root):
+    return collectives(num_blocks, micro_batches, reshard_blocks, False)
+
+
+def test_3_6_accepts(capsys):
+    assert_accepts(checks.exercise_3_6, collectives, capsys)
+
+
+@pytest.mark.parametrize(("answer", "because"), [
+    (reduced_each_time, "is (260, 33), you say (260, 132). Each group's gradients are reduced once a step"),
+    (gathered_once, "you say (65, 33). After a backward pass everything is freed"),
+    (root_forgotten, "reshard_root=True) is (12, 6), you say (11, 6). Forward gathers every group"),
+    (lambda *case: collectives(*case)[0], "should return two numbers, (all_gathers, reduce_scatters); yours is 11"),
+])  # fmt: skip
+def test_3_6_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_6, answer, because, capsys)
+
+
+COUNT = """
+import json
+import torch, torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from shared import models
+
+dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+seen = []
+cases = ((1, True, False), (3, True, False), (2, False, True), (2, True, True))
+for micro_batches, reshard_blocks, reshard_root in cases:
+    model = models.GPT(models.GPT_PRESETS["nano"])
+    for block in model.blocks:
+        fully_shard(block, reshard_after_forward=reshard_blocks)
+    fully_shard(model, reshard_after_forward=reshard_root)
+    with CommDebugMode() as comm:
+        for number in range(micro_batches):
+            model.set_requires_gradient_sync(number == micro_batches - 1)
+            model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    counts = {str(operation): number for operation, number in comm.get_comm_counts().items()}
+    gathers = sum(number for name, number in counts.items() if "gather" in name)
+    reduces = sum(number for name, number in counts.items() if "reduce_scatter" in name)
+    seen.append([(5, micro_batches, reshard_blocks, reshard_root), (gathers, reduces)])
+print(json.dumps(seen))
+"""
+
+
+def test_3_6_is_what_fsdp2_does():
+    """By a fake process group: nothing is sent, everything is counted."""
+    done = subprocess.run([sys.executable, "-c", COUNT], check=True, capture_output=True, text=True, timeout=120)
+    for case, seen in json.loads(done.stdout):
+        assert tuple(seen) == collectives(*case)

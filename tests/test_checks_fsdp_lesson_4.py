@@ -1,0 +1,48 @@
+"""The checks of lesson 3.4: the stub and plausible wrong answers are rejected with a message that helps."""
+
+import pytest
+from test_checks import assert_accepts, assert_rejects, stub
+
+from shared import checks, measure
+
+
+def choose(num_parameters, num_gpus, gpu_bytes, activation_bytes, names=("ddp", "zero-2", "fsdp2"), activations=1):
+    for name in names:
+        state = measure.predicted_state_bytes(name, "fp32", num_parameters, num_gpus)
+        if state + activations * activation_bytes <= gpu_bytes:
+            return name
+
+
+def bytes_sent(strategy, num_parameters, num_gpus, accumulation, passes=None, own=0):
+    ring = 4 * num_parameters * (num_gpus - 1 + own) / num_gpus
+    return 2 * ring * (passes or 1) if strategy == "ddp" else 3 * ring * (passes or accumulation)
+
+
+def test_3_10_accepts(capsys):
+    assert_accepts(checks.exercise_3_10, choose, capsys)
+
+
+@pytest.mark.parametrize(("because", "answer"), [
+    ("not done yet", stub),
+    ("State and activations together", lambda *args: choose(*args, activations=0)),
+    ("Take the first that fits", lambda *args: choose(*args, names=("ddp", "fsdp2"))),
+    ("is 'ddp', you say 'fsdp2'", lambda *args: choose(*args, names=("fsdp2",))),
+    ("you say None", lambda *args: None),
+])  # fmt: skip
+def test_3_10_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_10, answer, because, capsys)
+
+
+def test_3_11_accepts(capsys):
+    assert_accepts(checks.exercise_3_11, bytes_sent, capsys)
+
+
+@pytest.mark.parametrize(("because", "answer"), [
+    ("not done yet", stub),
+    ("no_sync: one all-reduce", lambda *args: bytes_sent(*args, passes=args[3])),
+    ("It gathers and reduces each time", lambda *args: bytes_sent(*args, passes=1)),
+    ("does not send its own part", lambda *args: bytes_sent(*args, own=1)),
+    ("should be a number", lambda *args: None),
+])  # fmt: skip
+def test_3_11_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_11, answer, because, capsys)
