@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, TORCHRUN, Run, assert_bit_for_bit, refused, train
-from test_train_ray import kill_a_worker, wait_for_epoch
+from runs import ROOT, TORCHRUN, Run, refused, train
 
 from shared import data, measure, models
 
@@ -71,20 +70,10 @@ def test_bf16_and_accumulation(tmp_path):
 
 
 @pytest.mark.parametrize("script", [FSDP2, DEEPSPEED])
-def test_a_killed_worker_is_replaced_and_a_run_resumed_by_another_number(script, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(script, tmp_path):
+    """Two workers save, one goes on from the older checkpoint. (A worker is killed in lessons 3.2 and 3.3.)"""
     options = ("--seed", 7, "--batch-size", 64, "--epochs", 2, "--run-name", "run")
-    run = Run(0, tmp_path, *options, "--num-workers", 2, script=script)
-    wait_for_epoch(run, 1)
-    kill_a_worker(run)
-    assert run.finish() == 0, run.text
-    assert run.text.count("going on after step 20") == 1, run.text
-    (tmp_path / "reference").mkdir()
-    reference = train(2, tmp_path / "reference", *options, *LOCAL, script=script)
-    metrics = run.metrics()
-    for line in (*metrics, *reference):
-        del line["tokens_per_second"], line["peak_memory_bytes"]
-    assert_bit_for_bit(metrics, reference)
-
+    before = train(0, tmp_path, *options, "--num-workers", 2, script=script)
     damaged = sorted((tmp_path / "run").glob("checkpoint-*"))[-1]
     shard = max(damaged.rglob("*"), key=lambda path: path.stat().st_size)
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -92,7 +81,8 @@ def test_a_killed_worker_is_replaced_and_a_run_resumed_by_another_number(script,
     assert again.finish() == 0, again.text
     assert f"skipped {damaged.name} (truncated" in again.text
     assert "going on after step 20" in again.text
-    assert again.metrics()[1]["step_losses"] == pytest.approx(reference[1]["step_losses"], rel=1e-3)
+    assert again.metrics()[0]["step_losses"] == before[0]["step_losses"]
+    assert again.metrics()[1]["step_losses"] == pytest.approx(before[1]["step_losses"], rel=1e-4)
 
 
 @pytest.fixture(scope="module")
