@@ -188,8 +188,9 @@ In the steps: {verdict(train["ratio"], GOAL_TRAIN)}. Beside them: start-up, vali
 ## Ray Data over a DataLoader
 
 Only the input, no training; each side has two processes for the transform. Ray Data streams Parquet files, the
-DataLoader holds the data set in memory. Memory is the highest sum of proportional set sizes of all processes, Ray's
-own included.
+DataLoader holds the data set in memory. One side runs after the other, since Ray's processes would stand in the
+DataLoader's way; the range pairs first runs, second runs and so on. Memory is the highest sum of proportional set sizes
+of all processes, Ray's own included.
 
 | transform | DataLoader, samples/s | Ray Data, samples/s | ratio | range | peak memory, DataLoader | Ray Data |
 |---|---:|---:|---:|---:|---:|---:|

@@ -2,6 +2,7 @@
 
 1. tokens per second of each over plain DDP, in turn; state and peak bytes a rank; the last loss.
 2. how long training stands still for a sharded checkpoint, synchronous and asynchronous.
+3. bytes sent and checkpoints: by lesson 3.4, which is run for its table.
 
 Writes sharded-DATE-DEVICE.md and .json. GPUs are used where there are two.
 """
@@ -16,12 +17,15 @@ import time
 from pathlib import Path
 from statistics import median
 
+import nbformat
 import torch
 from bench_ddp import ENVIRONMENT, HERE, ROOT, compare, machine
+from nbclient import NotebookClient
 
 from shared import measure, models
 
 PRESET, BATCH_SIZE, STEPS = ("124m", 32, 20) if torch.cuda.device_count() >= 2 else ("nano", 32, 20)
+LESSON = ROOT / "03-fsdp-deepspeed/04_choosing.ipynb"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FSDP2, ZERO = "train_ray_fsdp2.py", "train_ray_deepspeed.py"
 STRATEGIES = {
@@ -49,6 +53,7 @@ def main() -> None:
         out = Path(folder, "save.json")
         subprocess.run([*TORCHRUN, HERE / "sharded_save.py", PRESET, "4", out], env=ENVIRONMENT, check=True)
         result["save"] = json.loads(out.read_text())
+    result["lesson"] = table_of_the_lesson()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"sharded-{result['date']}-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}"
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
@@ -77,6 +82,14 @@ def strategies(repeats: int) -> dict:
         }
         for name in lines
     }
+
+
+def table_of_the_lesson() -> str:
+    """The table of section 7 of lesson 3.4, in Markdown."""
+    lesson = nbformat.read(LESSON, as_version=4)
+    NotebookClient(lesson, timeout=600, resources={"metadata": {"path": LESSON.parent}}).execute()
+    shown = [output.get("data", {}) for cell in lesson.cells for output in cell.get("outputs", [])]
+    return next(data["text/markdown"] for data in shown if "text/markdown" in data)
 
 
 def predicted(name: str, preset: str) -> float:
@@ -114,6 +127,12 @@ of single rounds. An epoch's last step is watched for its peak of memory, which 
 FSDP2, two ranks, median of five. Training stands still for **{save["sync_still"]:.3f} s** while it saves synchronously,
 and for **{save["async_still"]:.3f} s** while it begins to save asynchronously; the steps that follow then take
 {save["steps_meanwhile"]:.2f} s instead of {save["steps_alone"]:.2f} s, since the writing goes on beside them.
+
+## The table of lesson 3.4
+
+Two Ray workers, global batch 16, eight steps of each strategy in one worker group.
+
+{result["lesson"]}
 """
     )
 

@@ -46,7 +46,10 @@ def main(preset: str, steps: str, out: str) -> None:
 
     train()
     seconds = {"steps_alone": [], "sync_still": [], "async_still": [], "steps_meanwhile": []}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as own:
+        folders = [own]
+        dist.broadcast_object_list(folders)
+        (folder,) = folders
         for number in range(5):
             seconds["steps_alone"].append(train())
             began = time.perf_counter()
