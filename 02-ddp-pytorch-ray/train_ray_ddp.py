@@ -2,7 +2,7 @@
 
 Two workers here:     python train_ray_ddp.py --num-workers 2
 In this process:      python train_ray_ddp.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
-On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
+On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
 
 It computes what train_ddp.py computes: with one --seed and --batch-size, every number of workers has the same losses,
 up to rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint.
@@ -14,7 +14,7 @@ from argparse import Namespace
 import ray.train
 import torch
 import torch.nn.functional as F
-from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
@@ -45,6 +45,7 @@ def main() -> None:
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={**vars(args), "folder": folder},
+        torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
         run_config=ray.train.RunConfig(
             name=name,
@@ -73,6 +74,7 @@ def train_worker(config: dict) -> list[dict] | distributed.UsageError:
 def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     with distributed.fail_together(), distributed.local_first(worker):
         cli.check_precision(args.precision, worker.device)
+        cluster.check_folder(args)
         splits = data.load(args.dataset, args.data_dir)
     with distributed.fail_together():
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)

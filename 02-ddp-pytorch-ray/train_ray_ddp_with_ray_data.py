@@ -2,7 +2,7 @@
 
 Two workers here:     python train_ray_ddp_with_ray_data.py --num-workers 2
 In this process:      python train_ray_ddp_with_ray_data.py --num-workers 0      (Ray's local mode)
-On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_ddp_with_ray_data.py --num-workers 16 \\
+On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp_with_ray_data.py --num-workers 16 \\
                           --storage-path s3://BUCKET/runs
 
 The data set is written to Parquet under --storage-path once, and streamed from there through CPU tasks. Every sample
@@ -18,7 +18,7 @@ import ray.data
 import ray.train
 import torch
 import torch.nn.functional as F
-from ray.train.torch import TorchTrainer, prepare_model
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
@@ -27,7 +27,8 @@ from shared import checkpoint, cli, cluster, data, distributed, models
 
 
 def main() -> None:
-    args = cluster.training_parser(__doc__).parse_args()
+    # No BatchNorm: whichever rows a worker gets, its last batch may be of one sample, which has no variance.
+    args = cluster.training_parser(__doc__, models=("resnet18", "mlp")).parse_args()
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
     folder = cluster.run_folder(args)
 
@@ -38,7 +39,6 @@ def main() -> None:
         if args.num_workers == 0 and cluster.world_size(args) > 1:
             raise ValueError("Ray Data has no local mode under torchrun: start this script with plain python")
         splits = data.load(args.dataset, args.data_dir)
-        data.check_batch_norm(args.model, len(splits.train), args.batch_size, cluster.world_size(args))
         if args.num_workers > 0:
             state = cli.claim_run(args, folder, driver, storage=cluster)
         elif args.resume:
@@ -52,9 +52,10 @@ def main() -> None:
     context.enable_progress_bars = False
     context.use_datasource_v2 = False  # Ray's newer Parquet reader starts helper processes for each pass
     storage_path, _, name = folder.rpartition("/")
+    first_epoch = state["progress"]["epoch"] if state else 0
     with distributed.fail_together():
         datasets = {
-            name: read(getattr(splits, name), f"{storage_path}/datasets/{args.dataset}/{name}", args)
+            name: read(getattr(splits, name), f"{storage_path}/datasets/{args.dataset}/{name}", args, first_epoch)
             for name in ("train", "val")
         }
     sizes = {
@@ -68,6 +69,7 @@ def main() -> None:
         train_loop_config={**vars(args), **sizes, "folder": folder},
         datasets=datasets,
         dataset_config=EverySample(),
+        torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
         run_config=ray.train.RunConfig(
             name=name,
@@ -96,6 +98,7 @@ def train_worker(config: dict) -> list[dict] | distributed.UsageError:
 def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     with distributed.fail_together():
         cli.check_precision(args.precision, worker.device)
+        cluster.check_folder(args)
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
     train_shard, val_shard = ray.train.get_dataset_shard("train"), ray.train.get_dataset_shard("val")
 
@@ -116,8 +119,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     if state is not None:
         with distributed.fail_together():
             progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
-        # The stream cannot be entered in its middle: an epoch that was cut short begins again.
-        progress["step"] -= len(progress["step_losses"])
+        # The stream cannot be entered in its middle: an epoch that was cut short begins again, with its steps taken.
         progress |= {"position": 0, "loss_sum": 0.0, "step_losses": []}
         if worker.rank == 0:
             worker.log(f"going on after step {progress['step']}")
@@ -131,14 +133,17 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
 
     # [7] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
-        seconds, samples_seen = train_epoch(ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress)
+        ended, seconds, seen_once = train_epoch(
+            ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress
+        )
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
-        metrics = cli.finish_epoch(progress, args.num_samples, {
+        # An epoch is over when the stream is: with a filter in it, nobody knows beforehand how long it is.
+        metrics = cli.finish_epoch(progress, progress["position"] if ended else args.num_samples, {
             **evaluate(model, val_shard, local_batch_size, args.image_shape, worker),
             "samples_per_second": progress["position"] / seconds,
             "world_size": worker.world_size,
         })  # fmt: skip
-        metrics["samples_seen"] = samples_seen
+        metrics["samples_seen"] = seen_once
         if progress["position"] == 0:
             scheduler.step()
         save(worker, model, optimizer, scheduler, progress, metrics)
@@ -150,18 +155,19 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
 class EverySample(ray.train.DataConfig):
     """Deals all rows: Ray's own DataConfig drops up to N - 1 of them, so that all N workers get equally many."""
 
-    def configure(self, datasets: dict, world_size: int, *args, **kwargs) -> list[dict]:
+    def configure(self, datasets: dict, world_size: int, worker_handles, worker_node_ids, **kwargs) -> list[dict]:
         shards = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
-            for shard, stream in zip(shards, dataset.streaming_split(world_size, equal=False), strict=True):
+            streams = dataset.streaming_split(world_size, equal=False, locality_hints=worker_node_ids)
+            for shard, stream in zip(shards, streams, strict=True):
                 shard[name] = stream
         return shards
 
 
-def read(dataset: TensorDataset, folder: str, args: Namespace) -> ray.data.Dataset:
+def read(dataset: TensorDataset, folder: str, args: Namespace, first_epoch: int) -> ray.data.Dataset:
     """`dataset` as a stream of Parquet files, in another order each epoch, normalised on the way."""
     blocks = max(8, 4 * args.num_workers)  # several for each worker: blocks are what is dealt
-    shuffle = ray.data.FileShuffleConfig(seed=args.seed)
+    shuffle = ray.data.FileShuffleConfig(seed=args.seed + first_epoch)  # it adds 1 for each pass
     files = ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle=shuffle, override_num_blocks=blocks)
     return files.map_batches(normalize)
 
@@ -174,11 +180,12 @@ def normalize(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def train_epoch(
     ddp_model: nn.Module, shard: ray.data.DataIterator, local_batch_size: int, optimizer: torch.optim.Optimizer,
     worker: distributed.Worker, args: Namespace, progress: dict,
-) -> tuple[float, int]:  # fmt: skip
-    """Train one epoch, or to --max-steps; returns its seconds, and how many different samples all ranks saw."""
+) -> tuple[bool, float, int]:  # fmt: skip
+    """Train one epoch, or to --max-steps; whether it ended, its seconds, and how many samples were seen just once."""
     ddp_model.train()
     dtype = next(ddp_model.parameters()).dtype
-    seen = torch.zeros(args.num_samples, device=worker.device)
+    seen = torch.zeros(args.num_samples, device=worker.device)  # our proof; a data set of billions goes without
+    ended = False
     nothing = {name: torch.empty(0, dtype=torch.long, device=worker.device) for name in ("id", "image", "label")}
     losses, counts = [], []
     started = time.perf_counter()
@@ -189,8 +196,10 @@ def train_epoch(
     while args.max_steps is None or progress["step"] + len(losses) < args.max_steps:
         # Ranks have different numbers of rows: all go on, some with empty batches, until the last one has none left.
         batch = next(batches, nothing)
+        # A second, tiny all-reduce a step, which a GPU waits for: the price of using every row.
         count = int(distributed.global_sum(torch.tensor(len(batch["label"]), device=worker.device)))
         if count == 0:
+            ended = True
             break
         images = batch["image"].to(dtype).view(len(batch["label"]), *args.image_shape)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
@@ -206,7 +215,7 @@ def train_epoch(
     step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
     seconds = time.perf_counter() - started
     cli.record_steps(progress, step_losses, counts)
-    return seconds, int((distributed.global_sum(seen) > 0).sum())
+    return ended, seconds, int((distributed.global_sum(seen) == 1).sum())
 
 
 @torch.no_grad()

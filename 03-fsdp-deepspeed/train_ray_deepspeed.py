@@ -2,16 +2,18 @@
 
 Two workers here:     python train_ray_deepspeed.py --num-workers 2 --zero-stage 3
 In this process:      python train_ray_deepspeed.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
-On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_deepspeed.py --num-workers 16 --preset 7b --precision bf16
+On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_deepspeed.py --num-workers 16 --preset 7b --precision bf16
 
 Every stage computes what DDP computes: with one --seed and --batch-size, every number of workers has the same losses,
 up to rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint. With --resume it does so
-with any number of workers.
+with any number of workers. The buckets in ds_config.json are as small as the preset nano: for a larger one give a
+--ds-config without them, and DeepSpeed's own hold.
 """
 
 import json
 import os
 import time
+import zlib
 from argparse import Namespace
 from pathlib import Path
 
@@ -27,11 +29,16 @@ from shared import checkpoint, cli, cluster, data, distributed, measure, models
 
 
 def main() -> None:
-    parser = cluster.gpt_parser(__doc__, precisions=("fp32", "bf16", "fp16"))
+    parser = cluster.gpt_parser(__doc__, {
+        "fp32": "everything in float32",
+        "bf16": "weights, gradients and activations, with a float32 copy of the weights in the optimizer",
+        "fp16": "as bf16, with loss scaling; on GPUs",
+    })  # fmt: skip
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3),
         help="1: optimizer state is cut up, 2: gradients too, 3: weights too (default: as in --ds-config)")  # fmt: skip
     parser.add_argument("--ds-config", metavar="FILE", default=str(Path(__file__).with_name("ds_config.json")),
         help="DeepSpeed's settings (default: ds_config.json beside this file)")  # fmt: skip
+    parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in the host's memory")
     args = parser.parse_args()
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
     folder = cluster.run_folder(args)
@@ -84,15 +91,22 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     config = models.GPT_PRESETS[args.preset]
     with distributed.fail_together():
         cli.check_precision(args.precision, worker.device)
+        cluster.check_folder(args)
         splits = data.text(config.context, args.text_file)
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
+
+        if args.offload and worker.device.type == "cpu":
+            raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")
+    windows = zlib.crc32(splits.train.tensors[0].numpy().tobytes())
+    distributed.check_same(windows, "the nodes' texts differ: give --text-file a file that is the same on all of them")
 
     # [3] Go on where a run was interrupted, or begin: the engine is the model, its optimizer and its scheduler in one.
     progress = cli.new_progress(args)
     distributed.join_alone(worker.device)  # in local mode
     os.environ.setdefault("DS_ACCELERATOR", worker.device.type)
     with cluster.newest_checkpoint(args, worker) as (saved, state):
-        moved = state is not None and state["world_size"] != worker.world_size
+        # Another number of ranks: in stage 0 nothing is cut up, and every rank reads the same file.
+        moved = state is not None and args.zero_stage > 0 and state["world_size"] != worker.world_size
         if moved:
             checkpoint.make_universal(saved, worker)
             args.settings["checkpoint"] = {"load_universal": True}
@@ -123,14 +137,26 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
 def read_settings(args: Namespace, world_size: int) -> dict:
     """DeepSpeed's settings: those of --ds-config, with this run's batch, precision and stage. Raises ValueError."""
     settings = json.loads(Path(args.ds_config).read_text())
+    if automatic := [name for name in settings if '"auto"' in json.dumps(settings[name])]:
+        raise ValueError(f'{args.ds_config}: "auto" is Hugging Face\'s, and nothing fills it in here: {automatic[0]}')
+    if "scheduler" in settings:
+        raise ValueError(f'{args.ds_config}: the learning rate is scheduled by this script; leave out "scheduler"')
     zero = settings.setdefault("zero_optimization", {})
+    if not isinstance(zero, dict):
+        raise ValueError(f'{args.ds_config}: zero_optimization must hold settings, as in {{"stage": 2}}')
     args.zero_stage = zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
     if zero["stage"] not in (0, 1, 2, 3):
         raise ValueError(f"{args.ds_config}: ZeRO has the stages 0, 1, 2 and 3, not {zero['stage']!r}")
     accumulation = settings.setdefault("gradient_accumulation_steps", 1)
+    local_batch_size = data.local_batch_size(args.batch_size, world_size)
+    if local_batch_size % accumulation:
+        raise ValueError(
+            f"{args.ds_config}: the {local_batch_size} samples of a worker's batch are not divisible by "
+            f"{accumulation} gradient_accumulation_steps"
+        )
     batches = {
         "train_batch_size": args.batch_size,
-        "train_micro_batch_size_per_gpu": data.local_batch_size(args.batch_size, world_size * accumulation),
+        "train_micro_batch_size_per_gpu": local_batch_size // accumulation,
     }
     for name, size in batches.items():
         if settings.setdefault(name, size) != size:
@@ -138,10 +164,12 @@ def read_settings(args: Namespace, world_size: int) -> dict:
                 f"{args.ds_config}: {name} is {settings[name]}; --batch-size {args.batch_size} on {world_size} workers "
                 f"with {accumulation} accumulation steps makes it {size}. Leave it out, and it is filled in"
             )
-    settings["optimizer"]["params"]["lr"] = args.lr
-    settings |= {name: {"enabled": args.precision == name} for name in ("bf16", "fp16")}
+    optimizer = settings.setdefault("optimizer", {"type": "AdamW"})
+    optimizer["params"] = {**optimizer.get("params", {}), "lr": args.lr}
+    for name in ("bf16", "fp16"):
+        settings[name] = {**settings.get(name, {}), "enabled": args.precision == name}
     if args.offload:
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": True}
+        zero.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": True})
     return settings
 
 
@@ -237,6 +265,7 @@ def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def save(worker: distributed.Worker, engine: nn.Module, progress: dict, metrics: dict) -> None:
     """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
+    # No random state: nothing here draws numbers. With dropout add checkpoint.random_state(), as in chapter 1.
     state = {"progress": progress, "world_size": worker.world_size}
     cluster.report(state, metrics, worker, write=lambda folder: checkpoint.save_zero(folder, engine))
 

@@ -2,7 +2,7 @@
 
 Two workers here:     python train_ray_fsdp2.py --num-workers 2
 In this process:      python train_ray_fsdp2.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
-On a Ray cluster:     RAY_ADDRESS=HOST:6379 python train_ray_fsdp2.py --num-workers 16 --preset 7b --precision bf16
+On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_fsdp2.py --num-workers 16 --preset 7b --precision bf16
 
 It computes what DDP computes: with one --seed and --batch-size, every number of workers has the same losses, up to
 rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint. With --resume it does so with
@@ -11,6 +11,7 @@ any number of workers.
 
 import argparse
 import time
+import zlib
 from argparse import Namespace
 
 import ray.train
@@ -27,12 +28,20 @@ from shared import checkpoint, cli, cluster, data, distributed, measure, models
 
 
 def main() -> None:
-    parser = cluster.gpt_parser(__doc__, precisions=("fp32", "bf16", "fp64"))
+    parser = cluster.gpt_parser(__doc__, {
+        "fp32": "everything in float32",
+        "bf16": "gathered weights and activations, while slices, reductions and moments stay float32",
+        "fp64": "to compare runs",
+    })  # fmt: skip
     parser.add_argument("--strategy", choices=("fsdp2", "ddp"), default="fsdp2",
         help="ddp: every worker keeps everything, to compare (default: %(default)s)")  # fmt: skip
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True,
         help="free a block's gathered weights between its forward and its backward pass (default: yes)")  # fmt: skip
+    parser.add_argument("--offload", action="store_true",
+        help="keep weights, gradients and moments in the host's memory; a block visits the GPU to compute")  # fmt: skip
     args = parser.parse_args()
+    if args.strategy == "ddp" and (args.precision == "bf16" or args.offload or not args.reshard_after_forward):
+        parser.error("--strategy ddp is there to compare: without --precision bf16, --offload, --no-reshard...")
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
     folder = cluster.run_folder(args)
 
@@ -84,8 +93,14 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     config = models.GPT_PRESETS[args.preset]
     with distributed.fail_together():
         cli.check_precision(args.precision, worker.device)
+        cluster.check_folder(args)
         splits = data.text(config.context, args.text_file)
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
+
+        if args.offload and worker.device.type == "cpu":
+            raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")
+    windows = zlib.crc32(splits.train.tensors[0].numpy().tobytes())
+    distributed.check_same(windows, "the nodes' texts differ: give --text-file a file that is the same on all of them")
 
     # [3] No rank ever holds the whole model: it is laid out without memory and cut up, then each slice gets its values.
     distributed.join_alone(worker.device)  # in local mode
@@ -95,7 +110,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     if args.strategy == "fsdp2":
         shard(model, args, worker)
     model.to_empty(device="cpu" if args.offload else worker.device)
-    models.init_weights(model, args.seed)
+    models.init_weights(model, args.seed)  # parameters only: buffers (of BatchNorm, say) would have to be filled too
     if args.strategy == "ddp":  # to compare
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
@@ -213,6 +228,7 @@ def sum_of_losses(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 def save(worker: distributed.Worker, model, optimizer, scheduler, progress: dict, metrics: dict) -> None:
     """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
+    # No random state: nothing here draws numbers. With dropout add checkpoint.random_state(), as in chapter 1.
     state = {"scheduler": scheduler.state_dict(), "progress": progress}
     cluster.report(state, metrics, worker, write=lambda folder: checkpoint.save_sharded(folder, model, optimizer))
 

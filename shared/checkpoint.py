@@ -5,6 +5,8 @@ import os
 import pickle
 import random
 import re
+import shutil
+import uuid
 import zipfile
 import zlib
 from argparse import Namespace
@@ -21,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shared.distributed import Worker, gather_objects, local_first
+from shared.distributed import UsageError, Worker, gather_objects, local_first
 
 FORMAT = "distributed-training-workshop checkpoint 1"
 NAME = re.compile(r"checkpoint-(\d{8})\.pt")
@@ -183,14 +185,14 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> 
 def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Read this rank's slices from what any number of ranks have written with `save_sharded`. Collective.
 
-    Raises ValueError where `folder` holds another model; every rank then meets the same error.
+    Raises UsageError where `folder` holds another model: every rank meets the same error.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=folder)
     except (CheckpointException, RuntimeError, ValueError) as error:
-        raise ValueError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
+        raise UsageError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -201,19 +203,22 @@ def save_zero(folder: str | Path, engine: object) -> None:
 
 
 def make_universal(folder: str | Path, worker: Worker) -> None:
-    """Convert what `save_zero` has written for any number of ranks, on each node in its own copy. Collective."""
+    """Convert what `save_zero` has written for any number of ranks, once on each node. Collective."""
     from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal  # takes seconds to import
 
     folder = Path(folder)
     with local_first(worker):
         if not (folder / "universal").exists():
+            partial = folder / f"universal.{uuid.uuid4().hex}.partial"
             options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it draws progress bars
                 ds_to_universal(Namespace(
-                    input_folder=str(folder / "zero"), output_folder=str(folder / "universal.partial"),
-                    inject_missing_state=True, **options,
+                    input_folder=str(folder / "zero"), output_folder=str(partial), inject_missing_state=True, **options
                 ))  # fmt: skip
-            (folder / "universal.partial").rename(folder / "universal")
+            try:
+                partial.rename(folder / "universal")
+            except OSError:  # in a folder that the nodes share, another one was first
+                shutil.rmtree(partial)
 
 
 def restore_zero(folder: str | Path, engine: object, universal: bool = False) -> None:
@@ -223,7 +228,7 @@ def restore_zero(folder: str | Path, engine: object, universal: bool = False) ->
     """
     loaded, _ = engine.load_checkpoint(str(folder), tag="universal" if universal else "zero")
     if loaded is None:
-        raise ValueError(f"{folder} holds no checkpoint of DeepSpeed")
+        raise UsageError(f"{folder} holds no checkpoint of DeepSpeed")
 
 
 def check_sums(folder: str | Path) -> dict[str, list[int]]:
@@ -238,10 +243,9 @@ def check_sums(folder: str | Path) -> dict[str, list[int]]:
     return found
 
 
-def verify(folder: str | Path, files: dict[str, list[int]]) -> None:
-    """Raises ValueError where `folder` lacks one of `files`, or holds it otherwise than `check_sums` has seen it."""
-    found = check_sums(folder)
-    for name, expected in files.items():
+def verify(written: dict[str, list[int]], found: dict[str, list[int]]) -> None:
+    """Raises ValueError where one of the files that were `written` is not `found` as it was; both from `check_sums`."""
+    for name, expected in written.items():
         if name not in found:
             raise ValueError(f"incomplete: {name} is missing")
         if found[name] != expected:

@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import NoReturn, TextIO
@@ -28,6 +28,10 @@ from shared.distributed import (
     rank_from_environment,
 )
 from shared.models import IMAGE_MODELS
+
+IMAGE_PRECISIONS = {
+    "fp32": "everything in float32", "bf16": "autocast, weights stay float32", "fp64": "to compare runs"
+}  # fmt: skip
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,11 +71,11 @@ def seed(text: str) -> int:
 
 def training_parser(
     description: str, models: Sequence[str] = IMAGE_MODELS, datasets: Sequence[str] = IMAGE_DATASETS,
-    precisions: Sequence[str] = ("fp32", "bf16", "fp64"),
+    precisions: Mapping[str, str] = IMAGE_PRECISIONS,
 ) -> Parser:  # fmt: skip
     """The options that all training scripts share, with the choices that a script serves; it adds options of its own.
 
-    The first of the choices is the default.
+    The first of the choices is the default. precisions: with what each one means, for --help.
     """
     parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
@@ -85,8 +89,8 @@ def training_parser(
     add("--model", choices=models, default=models[0], help="default: %(default)s")
     add("--dataset", choices=datasets, default=datasets[0], help="default: %(default)s, which needs no download")
     add("--data-dir", default="data", help="where data sets are downloaded to (default: ./%(default)s)")
-    add("--precision", choices=precisions, default="fp32",
-        help="fp32; bf16: autocast, weights stay fp32; fp64: to compare runs (default: %(default)s)")  # fmt: skip
+    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in precisions.items())
+    add("--precision", choices=tuple(precisions), default="fp32", help=f"{meanings} (default: %(default)s)")
     add("--storage-path", default="runs", help="folder that holds the runs' checkpoints (default: ./%(default)s)")
     add("--run-name", help="the run's folder under --storage-path (default: a new one, with the time in its name)")
     add("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
@@ -95,7 +99,7 @@ def training_parser(
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raises ValueError for bf16 on a GPU without bf16 units, where it would be emulated and slow, and fp16 on a CPU."""
+    """Raises ValueError for bf16 on a GPU without bf16 units, where it would be emulated, and for fp16 on a CPU."""
     if precision == "fp16" and device.type == "cpu":
         raise ValueError("--precision fp16 needs a GPU; on a CPU use fp32 or bf16")
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
@@ -174,10 +178,10 @@ def options_of(args: argparse.Namespace) -> dict:
 def check_same_run(args: argparse.Namespace, path: Path | str, saved: dict, worker: Worker) -> None:
     """Raises ValueError when a checkpoint is of another model, data set or program; says what else is not as it was."""
     now = options_of(args)
-    for name in [name for name in now if name in ("model", "preset", "zero_stage", "dataset")]:
-        if name not in saved:
-            raise ValueError(f"{path} was not written by a training script")
-        if saved[name] != now[name]:
+    for name in ("model", "preset", "zero_stage", "dataset"):
+        if (name in saved) != (name in now):
+            raise ValueError(f"{path} was not written by this training script")
+        if saved.get(name) != now.get(name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{path} is of {option} {saved[name]}, and this run asks for {option} {now[name]}")
     changed = [f"{name} {saved.get(name)} -> {now[name]}" for name in now if saved.get(name) != now[name]]

@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import tempfile
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -46,7 +47,7 @@ def num_workers(text: str) -> int:
     return value
 
 
-def training_parser(description: str, **choices: Sequence[str]) -> cli.Parser:
+def training_parser(description: str, **choices: Collection[str]) -> cli.Parser:
     """The options of every training script, and those of the scripts on Ray. choices: see `cli.training_parser`."""
     parser = cli.training_parser(description, **choices)
     parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
@@ -57,15 +58,15 @@ def training_parser(description: str, **choices: Sequence[str]) -> cli.Parser:
     return parser
 
 
-def gpt_parser(description: str, precisions: Sequence[str]) -> cli.Parser:
-    """The options of the scripts on Ray that train a GPT."""
+def gpt_parser(description: str, precisions: Mapping[str, str]) -> cli.Parser:
+    """The options of the scripts on Ray that train a GPT. precisions: see `cli.training_parser`."""
     parser = training_parser(description, models=("gpt",), datasets=("text",), precisions=precisions)
     parser.add_argument("--preset", choices=tuple(GPT_PRESETS), default="nano",
         help="size of the GPT; nano has 1 M parameters (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--text-file", metavar="FILE", help="train on this text (default: Python's standard library)")
+    parser.add_argument("--text-file", metavar="FILE", type=os.path.abspath,
+        help="train on this text, which every node has at this path (default: Python's standard library)")  # fmt: skip
     parser.add_argument("--activation-checkpointing", action="store_true",
         help="keep only the blocks' inputs, and compute the rest again in the backward pass")  # fmt: skip
-    parser.add_argument("--offload", action="store_true", help="keep weights and optimizer state in the host's memory")
     return parser
 
 
@@ -111,7 +112,8 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
         level = "ERROR" if own_address else "WARNING"  # on a busy laptop Ray warns of its own delays
         context = ray.init(address, logging_config=ray.LoggingConfig(log_level=level), **options)
     except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
-        raise UsageError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}") from error
+        hint = "" if address == "local" else " (start this script on a node of the cluster, the head for example)"
+        raise UsageError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}{hint}") from error
     finally:
         for name in own_address:
             del os.environ[name]
@@ -123,7 +125,7 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
     driver.log(f"{what}: {in_words(has)}{page}")
 
     needs = {"CPU": cpus, "GPU": args.num_workers if args.use_gpu else 0}
-    if not enough(has, needs) and (address == "local" or not grows(args, driver)):
+    if not enough(has, needs) and (address == "local" or not grows(args, spare_cpus, driver)):
         raise UsageError(
             f"{args.num_workers} workers need {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
             f"fewer --num-workers{', --no-use-gpu' if args.use_gpu else ''} or RAY_ADDRESS of a larger cluster will do"
@@ -196,12 +198,14 @@ def in_words(resources: dict[str, float]) -> str:
     return f"{cpus:.0f} CPU{'s' * (cpus != 1)} and {f'{gpus:.0f} GPU' if gpus else 'no GPU'}{'s' * (gpus > 1)}"
 
 
-def grows(args: argparse.Namespace, driver: Worker) -> bool:
+def grows(args: argparse.Namespace, spare_cpus: int, driver: Worker) -> bool:
     """Ask the cluster for what the workers need; whether it has grown, or has begun to, within PATIENCE_S seconds."""
     bundle = {"CPU": 1, "GPU": 1} if args.use_gpu else {"CPU": 1}
-    demand = placement_group([bundle] * args.num_workers)  # what Ray Train asks for too; an autoscaler sees it
+    # What Ray Train will ask for too, and what is needed beside it; an autoscaler sees it.
+    demand = placement_group([bundle] * args.num_workers + [{"CPU": 1}] * spare_cpus)
+    deadline = time.monotonic() + PATIENCE_S
     try:
-        for _ in range(PATIENCE_S):
+        while time.monotonic() < deadline:
             if demand.wait(1):
                 return True
             status = get_cluster_status(ray.get_runtime_context().gcs_address)
@@ -243,10 +247,20 @@ def load_newest(folder: str) -> tuple[str | None, dict | None, list[str]]:
     files, _ = file_system(folder)
 
     def load(path: str) -> dict:
-        with ray.train.Checkpoint(path, files).as_directory() as local:
-            state = checkpoint.load(Path(local) / STATE_FILE)
-            checkpoint.verify(local, state.get("files", {}))
+        if isinstance(files, pyarrow.fs.LocalFileSystem):
+            state = checkpoint.load(Path(path) / STATE_FILE)
+            checkpoint.verify(state.get("files", {}), checkpoint.check_sums(path))
             return state
+        # From a cloud only the small file is fetched. Of the slices, which may be terabytes, the sizes are compared:
+        # what was uploaded the store itself has check sums of.
+        with tempfile.TemporaryDirectory() as local:
+            copy = Path(local) / STATE_FILE
+            pyarrow.fs.copy_files(f"{path}/{STATE_FILE}", str(copy), source_filesystem=files)
+            state = checkpoint.load(copy)
+        found = files.get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
+        sizes = {each.path.removeprefix(f"{path}/"): [each.size] for each in found}
+        checkpoint.verify({name: entry[:1] for name, entry in state.get("files", {}).items()}, sizes)
+        return state
 
     return checkpoint.first_readable(list_newest_first(folder), load)
 
@@ -287,6 +301,15 @@ def make_folder(folder: str) -> None:
             gone = {"unreadable"}
         if gone:
             files.delete_file(snapshot)
+
+
+def check_folder(args: argparse.Namespace) -> None:
+    """Raises ValueError on a node that does not see the run's folder, which the driver has made."""
+    if args.num_workers > 0 and "://" not in args.folder and not os.path.isdir(args.folder):
+        raise ValueError(
+            f"{args.folder} is not seen from node {socket.gethostname()}: "
+            "--storage-path must be a folder that all nodes share, or a URI such as s3://BUCKET/runs"
+        )
 
 
 def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:

@@ -131,7 +131,7 @@ def text(context: int, file: str | Path | None = None, num_windows: int = 1280) 
         corpus = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py")))
     else:
         corpus = Path(file).read_bytes()
-    tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8).long()
+    tokens = torch.frombuffer(bytearray(corpus), dtype=torch.uint8)
     if len(tokens) < 40 * (context + 1):
         raise ValueError(f"{file} has {len(tokens)} bytes; a context of {context} needs {40 * (context + 1)} or more")
     ends = [round(len(tokens) * share) for share in (0.9, 0.95, 1)]
@@ -139,7 +139,7 @@ def text(context: int, file: str | Path | None = None, num_windows: int = 1280) 
     counts = (num_windows, num_windows // 5, num_windows // 5)
     for part, count in zip(tokens.tensor_split(ends[:2]), counts, strict=True):
         starts = torch.randint(len(part) - context, (count, 1), generator=generator)
-        windows = part[starts + torch.arange(context + 1)]
+        windows = part[starts + torch.arange(context + 1)].long()
         sets.append(TensorDataset(windows[:, :-1], windows[:, 1:]))
     return Splits(*sets, tuple(map(str, range(256))))
 

@@ -187,6 +187,12 @@ def from_rank_zero(value: object) -> object:
     return box[0]
 
 
+def check_same(value: object, message: str) -> None:
+    """Raises UsageError with `message` on every rank, where they do not all have the same `value`. Collective."""
+    if len(set(gather_objects(value))) > 1:
+        raise UsageError(message)
+
+
 def broadcast_buffers(model: torch.nn.Module) -> None:
     """Give every rank rank 0's buffers (BatchNorm's running statistics), those that a checkpoint holds. Collective."""
     if dist.is_initialized():

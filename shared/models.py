@@ -82,10 +82,11 @@ class GPTConfig:
     vocab_size: int = 256  # bytes
 
 
+# From 124m on the widths and depths of GPT-2 and GPT-3; a vocabulary of 256 bytes makes ours somewhat smaller.
 GPT_PRESETS = {
     "nano": GPTConfig(num_layers=5, num_heads=4, dim=128, context=64),  # 1 M parameters: for CPUs
     "micro": GPTConfig(num_layers=8, num_heads=8, dim=256, context=128),  # 6 M
-    "124m": GPTConfig(num_layers=12, num_heads=12, dim=768, context=1024),  # the widths and depths of GPT-2 and GPT-3
+    "124m": GPTConfig(num_layers=12, num_heads=12, dim=768, context=1024),
     "350m": GPTConfig(num_layers=24, num_heads=16, dim=1024, context=1024),
     "1b": GPTConfig(num_layers=24, num_heads=16, dim=2048, context=2048),
     "7b": GPTConfig(num_layers=32, num_heads=32, dim=4096, context=2048),

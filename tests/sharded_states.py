@@ -3,7 +3,8 @@
 torchrun ... sharded_states.py save FOLDER    trains two steps with FSDP2 and with ZeRO-3, and writes both checkpoints
 torchrun ... sharded_states.py load FOLDER    reads them with this number of ranks, and takes one more step of each
 
-Each writes FOLDER/NAME-WORLD_SIZE.pt: the gathered weights right after saving or loading, and the next step's loss.
+Each writes FOLDER/NAME-WORLD_SIZE.pt: the gathered weights right after saving or loading, the next step's loss, and
+the bytes of state that rank 0 keeps; ZeRO-1 and 2 only take a step, for their bytes.
 """
 
 import importlib.util
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from shared import checkpoint, data, distributed, models
+from shared import checkpoint, data, distributed, measure, models
 
 CHAPTER = Path(__file__).parents[1] / "03-fsdp-deepspeed"
 CONFIG = models.GPT_PRESETS["nano"]
@@ -56,32 +57,44 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
         checkpoint.restore_sharded(folder / "fsdp2", model, optimizer)
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
     weights = {name: value.clone() for name, value in weights.items()}
-    write(folder, "fsdp2", weights, step(2), worker)
+    loss = loss_of_step(2, model, worker)
+    (loss * worker.world_size).backward()
+    state_bytes = measure.state_bytes(model, optimizer)
+    write(folder, "fsdp2", worker, weights=weights, loss=distributed.global_sum(loss).item(), state_bytes=state_bytes)
 
 
-def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
+def build_engine(stage: int, load_universal: bool, seed: int, worker: distributed.Worker):
     spec = importlib.util.spec_from_file_location("train_ray_deepspeed", CHAPTER / "train_ray_deepspeed.py")
     script = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(script)
     args = Namespace(
-        ds_config=CHAPTER / "ds_config.json", zero_stage=3, batch_size=BATCH, precision="fp32", offload=False,
-        lr=1e-3, seed=0 if action == "save" else 1, activation_checkpointing=False,
+        ds_config=CHAPTER / "ds_config.json", zero_stage=stage, batch_size=BATCH, precision="fp32", offload=False,
+        lr=1e-3, seed=seed, activation_checkpointing=False,
     )  # fmt: skip
     args.settings = script.read_settings(args, worker.world_size)
+    if load_universal:
+        args.settings["checkpoint"] = {"load_universal": True}
+    return script.build_engine(CONFIG, 1280, args, worker)
+
+
+def step_of_engine(number: int, engine, worker: distributed.Worker) -> tuple[float, int]:
+    """One step; its loss, and the bytes of state between its backward pass and its end."""
+    loss = loss_of_step(number, engine, worker)
+    engine.backward(loss * worker.world_size)
+    state_bytes = measure.storage_bytes(measure.zero_state(engine))
+    engine.step()
+    return distributed.global_sum(loss).item(), state_bytes
+
+
+def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
     if action == "load":
         checkpoint.make_universal(folder, worker)
-        args.settings["checkpoint"] = {"load_universal": True}
-    engine = script.build_engine(CONFIG, 1280, args, worker)
+    engine = build_engine(3, action == "load", 0 if action == "save" else 1, worker)
     import deepspeed
 
-    def step(number: int) -> float:
-        loss = loss_of_step(number, engine, worker)
-        engine.backward(loss * worker.world_size)
-        engine.step()
-        return distributed.global_sum(loss).item()
-
     if action == "save":
-        step(0), step(1)
+        for number in range(2):
+            step_of_engine(number, engine, worker)
         if worker.rank == 0:
             (folder / "zero").mkdir()
         dist.barrier()
@@ -92,12 +105,13 @@ def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):
             weights[name] = parameter.detach().clone()
-    write(folder, "zero3", weights, step(2), worker)
+    loss, state_bytes = step_of_engine(2, engine, worker)
+    write(folder, "zero3", worker, weights=weights, loss=loss, state_bytes=state_bytes)
 
 
-def write(folder: Path, name: str, weights: dict, loss: float, worker: distributed.Worker) -> None:
+def write(folder: Path, name: str, worker: distributed.Worker, **values: object) -> None:
     if worker.rank == 0:
-        torch.save({"weights": weights, "loss": loss}, folder / f"{name}-{worker.world_size}.pt")
+        torch.save(values, folder / f"{name}-{worker.world_size}.pt")
 
 
 if __name__ == "__main__":
@@ -105,4 +119,8 @@ if __name__ == "__main__":
     worker = distributed.join()
     fsdp2(action, folder, worker)
     zero3(action, folder, worker)
+    for stage in (1, 2):
+        engine = build_engine(stage, False, 0, worker)
+        step_of_engine(0, engine, worker)
+        write(folder, f"zero{stage}", worker, state_bytes=step_of_engine(1, engine, worker)[1])
     distributed.leave()

@@ -53,7 +53,7 @@ def test_quick_run_writes_a_table_the_raw_numbers_and_a_figure(tmp_path):
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
 
 
-@pytest.mark.parametrize("name", ["ddp", "ray"])
+@pytest.mark.parametrize("name", ["ddp", "ray", "sharded"])
 def test_the_committed_tables_are_made_of_the_committed_numbers(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
     bench = importlib.import_module(f"bench_{name}")

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import pyarrow.fs
 import pytest
 import ray
 from ray.cluster_utils import Cluster
@@ -49,6 +50,28 @@ def test_a_uri_is_a_folder_too(tmp_path):
     assert cluster.load_newest(f"file://{tmp_path}")[1]["progress"]["step"] == 4
     with pytest.raises(ValueError, match="cannot use --storage-path: Unrecognized"):
         cluster.list_newest_first("ftp://host/runs")
+
+
+def test_of_a_checkpoint_in_a_cloud_only_the_small_file_is_fetched(tmp_path, monkeypatch):
+    older, newest = save(tmp_path, 4), save(tmp_path, 8)
+    for path in (older, newest):
+        (path / "shard").write_bytes(bytes(1000))
+        state = {"progress": {"step": 4}, "files": checkpoint.check_sums(path)}
+        del state["files"][cluster.STATE_FILE]
+        checkpoint.save_atomically(state, path / cluster.STATE_FILE)
+    (newest / "shard").write_bytes(bytes(999))
+    cloud = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())  # not a LocalFileSystem itself
+    monkeypatch.setattr(cluster, "file_system", lambda folder: (cloud, folder))
+    path, state, skipped = cluster.load_newest("")
+    assert (Path(path).name, state["progress"]["step"]) == (older.name, 4)
+    assert skipped == [f"{newest.name} (truncated: shard in it is not as it was written)"]
+
+
+def test_a_folder_that_this_node_does_not_see(tmp_path):
+    for num_workers, folder in ((0, tmp_path / "none"), (2, tmp_path), (2, "s3://bucket/runs")):
+        cluster.check_folder(argparse.Namespace(num_workers=num_workers, folder=str(folder)))
+    with pytest.raises(ValueError, match=r"none is not seen from node .* a folder that all nodes share, or a URI"):
+        cluster.check_folder(argparse.Namespace(num_workers=2, folder=str(tmp_path / "none")))
 
 
 @pytest.mark.parametrize(("write", "stays"), [
@@ -156,10 +179,10 @@ def test_the_driver_has_no_rank_in_its_lines(capsys):
 def joined(monkeypatch):
     """Join a cluster, and leave it at the test's end."""
 
-    def join(address: str, *words: str) -> argparse.Namespace:
+    def join(address: str, *words: str, spare_cpus: int = 0) -> argparse.Namespace:
         monkeypatch.setenv("RAY_ADDRESS", address)
         args = arguments(*words)
-        cluster.start(args)
+        cluster.start(args, spare_cpus)
         return args
 
     yield join
@@ -177,6 +200,9 @@ def test_a_cluster_that_is_too_small(joined, monkeypatch, capsys):
         monkeypatch.setattr(cluster, "PATIENCE_S", 3)
         with pytest.raises(UsageError, match="16 workers need 16 CPUs and no GPU, and there are 2 CPUs and no GPU"):
             joined(nodes.address, "--num-workers", "16")
+        ray.shutdown()
+        with pytest.raises(UsageError, match="2 workers need 3 CPUs and no GPU, and there are 2 CPUs and no GPU"):
+            joined(nodes.address, "--num-workers", "2", spare_cpus=1)  # Ray Data's tasks would wait for ever
         ray.shutdown()
 
         # No autoscaler runs here: this is what one reports once it has begun.

@@ -59,13 +59,15 @@ def test_a_killed_worker_is_replaced(one_process, options, tmp_path):
     kill_a_worker(run)
     assert run.finish() == 0, run.text
     assert run.text.count("going on after step 4") == 1, run.text
-    assert_same_losses(one_process, run.metrics())
+    assert_bit_for_bit(run.metrics(), one_process)
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
 
 
 def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     """Two Ray workers end where torchrun's two ranks do, bit for bit, whatever happens to them on the way."""
     options = [*options, "--epochs", "3"]
+    (tmp_path / "reference").mkdir()
+    reference = Run(2, tmp_path / "reference", *options)  # beside the others, to save time
     run = start(tmp_path, *options, "--num-workers", 2)
     run.wait_for(tmp_path / "run", "checkpoint-00000000-*/state.pt")
     time.sleep(1)
@@ -87,9 +89,8 @@ def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     assert again.text.count("skipped checkpoint-00000008") == 1, again.text
     assert again.text.count("[driver] resuming from") == 1
 
-    (tmp_path / "reference").mkdir()
-    reference = train(2, tmp_path / "reference", *options)
-    assert_bit_for_bit(again.metrics(), reference)
+    assert reference.finish() == 0, reference.text
+    assert_bit_for_bit(again.metrics(), reference.metrics())
     assert_same_state(newest(tmp_path), tmp_path / "reference/run/checkpoint-00000012.pt")
 
 
@@ -143,7 +144,9 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
 ])  # fmt: skip
 def test_bad_input(args, words, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    started = time.monotonic()
     assert words in refused(0, tmp_path, *args, script=SCRIPT)
+    assert time.monotonic() - started < 60
 
 
 def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
@@ -151,9 +154,14 @@ def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
     assert "no Ray answers at RAY_ADDRESS=127.0.0.1:9" in refused(0, tmp_path, script=SCRIPT)
 
 
-def test_ray_data_deals_every_sample_once_and_reaches_the_accuracy(tmp_path):
-    """1,280 samples over two workers in steps of 52, as far as they go."""
-    metrics = train(0, tmp_path, "--num-workers", 2, "--batch-size", 52, "--epochs", 4, script=WITH_RAY_DATA)
+def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(tmp_path):
+    """1,280 samples over two workers in steps of 52, as far as they go; an epoch is cut short and begun again."""
+    options = ("--batch-size", 52, "--epochs", 4, "--num-workers", 2, "--run-name", "run")
+    before = train(0, tmp_path, *options, "--max-steps", 40, script=WITH_RAY_DATA)
+    assert [line["epoch"] for line in before] == [1, 2] and before[0]["samples_seen"] == 1280
+    assert 0 < before[1]["samples_seen"] < 1280 and sum(len(line["step_losses"]) for line in before) == 40
+    metrics = train(0, tmp_path, *options, "--resume", script=WITH_RAY_DATA)
+    assert metrics[0] == before[0]
     assert [line["samples_seen"] for line in metrics] == [1280] * 4
     assert [line["epoch"] for line in metrics] == [1, 2, 3, 4]
     assert metrics[-1]["val_accuracy"] > 0.95
@@ -163,8 +171,6 @@ def test_ray_data_in_local_mode(options, tmp_path):
     metrics = train(0, tmp_path, *options, "--num-workers", 0, script=WITH_RAY_DATA)
     assert [line["samples_seen"] for line in metrics] == [176] * 2
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
-    error = refused(0, tmp_path, *options, "--num-workers", 0, "--resume", script=WITH_RAY_DATA)
-    assert "stores no checkpoints" in error
 
 
 def test_help_is_the_manual():

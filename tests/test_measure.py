@@ -1,0 +1,50 @@
+"""shared.measure: bytes counted on storages, and the most of them in a step."""
+
+import pytest
+import torch
+from torch import nn
+
+from shared import measure, models
+
+
+def test_a_storage_is_counted_once_and_whole():
+    base = torch.zeros(10, 4)
+    assert measure.storage_bytes([base, base[2:5], base.view(40)]) == 160
+    assert measure.storage_bytes([base[:1]]) == 160  # a slice keeps all of it in memory
+    assert measure.storage_bytes([base, torch.zeros(3, dtype=torch.bfloat16)]) == 166
+    assert measure.storage_bytes([]) == 0
+
+
+def test_the_state_of_adam_grows_with_the_first_step():
+    model = nn.Linear(50, 20)
+    optimizer = torch.optim.AdamW(model.parameters())
+    num_parameters = 50 * 20 + 20
+    assert measure.state_bytes(model, optimizer) == 4 * num_parameters
+    model(torch.ones(1, 50)).sum().backward()
+    optimizer.step()
+    expected = measure.predicted_state_bytes("ddp", "fp32", num_parameters, world_size=8)
+    assert measure.state_bytes(model, optimizer) == pytest.approx(expected, rel=0.001)  # and two counters of steps
+
+
+def test_the_peak_includes_what_was_there_and_what_came_and_went():
+    memory = measure.PeakMemory(torch.device("cpu"))
+    there = torch.zeros(1000)
+    memory.start(there)
+    gone = there + there.repeat(5).sum()
+    del gone
+    peak = memory.stop()
+    assert 4 * 6000 <= peak < 4 * 6000 + 8192
+    memory.start(there)
+    assert memory.stop() < peak  # each watch begins anew
+
+
+@pytest.mark.parametrize(
+    ("preset", "millions"), [("124m", 124), ("350m", 354), ("1b", 1300), ("7b", 6700), ("13b", 12900)]
+)
+def test_presets_have_the_size_of_the_gpts_whose_widths_they_take(preset, millions):
+    config = models.GPT_PRESETS[preset]
+    with torch.device("meta"):
+        model = models.GPT(config)
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    of_words = (50_257 - config.vocab_size) * config.dim  # theirs have a vocabulary of 50,257 words, ours of 256 bytes
+    assert (num_parameters + of_words) / 1e6 == pytest.approx(millions, rel=0.05)
