@@ -19,9 +19,10 @@ Starts one torchrun agent on each HOST; together they run `train_ddp.py ARGS...`
 Remote hosts run in this folder's path. The workshop and its Python must be at the same paths on all of them, ssh must
 work without a password, and every NAME must lead to its host from every other one. The Python is $PYTHON, by default
 the workshop's .venv/bin/python if there is one, else python3. Handed on to remote hosts from the environment: PET_*,
-NCCL_*, GLOO_*, TORCH_*, CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS. Nodes that share a machine get OMP_NUM_THREADS=1 unless
-it is set, and each its own GPUs, or none where these are fewer than the processes. torchrun reads its other options
-from PET_*: for its --max-restarts 2 set PET_MAX_RESTARTS=2.
+NCCL_*, GLOO_*, TORCH_*, FI_*, UCX_*, LD_LIBRARY_PATH, CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS. A remote host is named
+once: for more processes there use --nproc-per-node. Nodes on localhost share this machine: they get OMP_NUM_THREADS=1
+unless it is set, and each its own GPUs, or none where these are fewer than the processes. torchrun reads its other
+options from PET_*: for its --max-restarts 2 set PET_MAX_RESTARTS=2.
 
 Every line of output begins with its node, numbered as you listed them. torchrun numbers nodes by itself (GROUP_RANK),
 in the order of their names as text; rank 0, which writes checkpoints and metrics, is on the first of those (on
@@ -76,10 +77,13 @@ arguments=("${@:2}")
 ((${#arguments[@]})) || fail "no options for train_ddp.py: give at least one behind --, for instance -- --epochs 5"
 [[ $nproc =~ ^([1-9][0-9]{0,3}|gpu)$ ]] || fail "--nproc-per-node $nproc: a number above 0, or gpu"
 [[ -z $port || ($port =~ ^[1-9][0-9]{0,4}$ && $port -le 65535) ]] || fail "--port $port: a number from 1 to 65535"
-num_local=0
+num_local=0 names=' '
 for host in "${hosts[@]}"; do
     [[ $host =~ ^[A-Za-z0-9_.][A-Za-z0-9_.@-]*$ ]] || fail "$host is no host name"
-    [[ $host != localhost ]] || ((num_local += 1))
+    [[ $host != localhost ]] || { ((num_local += 1)) && continue; }
+    [[ $names != *" ${host##*@} "* ]] ||
+        fail "${host##*@} is named twice, and two nodes would share its GPUs: name it once, with more --nproc-per-node"
+    names+="${host##*@} "
 done
 ((num_local == 0 || num_local == ${#hosts[@]})) ||
     fail "localhost is another machine on each host: call this one by the name that the others know"
@@ -105,7 +109,8 @@ if ((num_local)); then
     fi
 else
     for name in $(compgen -e); do
-        [[ ! $name =~ ^(PET_|NCCL_|GLOO_|TORCH_|CUDA_VISIBLE_DEVICES$|OMP_NUM_THREADS$) ]] || variables+=("$name=${!name}")
+        [[ ! $name =~ ^((PET|NCCL|GLOO|TORCH|FI|UCX)_|(LD_LIBRARY_PATH|CUDA_VISIBLE_DEVICES|OMP_NUM_THREADS)$) ]] ||
+            variables+=("$name=${!name}")
     done
 fi
 
