@@ -16,8 +16,9 @@ PIP_ARGS ?=
 PYTEST_ARGS ?=
 
 # uv needs a fraction of pip's time. It does not read pip's own settings: where it fails for that, pip does the work.
+# Compiled once here, or by each process anew where PYTHONDONTWRITEBYTECODE is set: then `import torch` takes twice as long.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-UV := $(BIN)/uv pip install --quiet --python $(BIN)/python $(PIP_ARGS)
+UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(PIP_ARGS)
 
 .PHONY: lab test bench diffs lint hooks wheelhouse
 .DELETE_ON_ERROR:
