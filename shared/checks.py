@@ -359,20 +359,26 @@ def exercise_1_10(efficiency: Callable[[dict[int, float]], dict[int, float]]) ->
         expect_close(seen[n], expected, f"the efficiency of {n} processes", hint=hint)
 
 
-@exercise("1.11", "the first step tells a bug from rounding.")
-def exercise_1_11(verdict: Callable[[list[float], list[float]], str]) -> None:
-    """verdict(reference step losses, the port's) -> "same", "rounding" or "bug"."""
-    reference = [2.4683871, 4.1011681, 3.8245499]
-    for port, expected, why in (
-        (list(reference), "same", "all steps are equal"),
-        ([2.4683873, 4.1012, 3.8311], "rounding", "the first step agrees to 1e-7, and the gap grows from there"),
-        ([2.4683873, 4.15, 3.5], "rounding", "after a first step that agrees, training may amplify rounding this far"),
-        ([2.4784, 4.1011681, 3.8245499], "bug", "the first step is off by 0.4 %, where nothing was amplified yet"),
-        ([2.4683871, 4.1011681], "bug", "a step is missing"),
-    ):
-        seen = verdict(list(reference), port)
+@exercise("1.11", "float64 tells a bug from rounding.")
+def exercise_1_11(verdict: Callable[[list[float], list[float], list[float], list[float]], str]) -> None:
+    """verdict(fp32, port32, fp64, port64), step losses of the reference and the port -> "same", "rounding" or "bug"."""
+    fp32, fp64 = [2.4683871, 4.1011681, 3.8245499], [2.468387098127, 4.101168243981, 3.824550164072]
+    tiny = [2.468387098127, 4.101168243982, 3.824550164075]
+    for port32, port64, expected, why in (
+        (list(fp32), list(fp64), "same", "all steps are equal"),
+        ([2.4683873, 4.1012, 3.8311], tiny, "rounding", "in float64 nothing is left of the difference"),
+        ([2.4683873, 4.15, 3.5], tiny, "rounding", "training may amplify rounding this far: see float64"),
+        ([2.4683871, 4.1421, 3.9], [fp64[0], 4.142098, 3.899871], "bug",
+         "the first step agrees, as it does where averaging was forgotten, but the second is off in float64 too"),
+        ([2.4784, 4.1011681, 3.8245499], [2.478403, *fp64[1:]], "bug", "the first step is off in float64 too"),
+        ([2.4683871, 4.1011681], fp64[:2], "bug", "a step is missing"),
+    ):  # fmt: skip
+        seen = verdict(list(fp32), port32, list(fp64), port64)
         if seen != expected:
-            raise Wrong(f"for {port} against {reference} you say {seen!r}, expected {expected!r}: {why}")
+            raise Wrong(
+                f"for {port32} and in float64 {port64} against {fp32} and {fp64} you say {seen!r}, "
+                f"expected {expected!r}: {why}"
+            )
 
 
 @exercise("1.12", "every rank reaches the collective, one rank speaks.")

@@ -27,26 +27,27 @@ def test_1_10_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_1_10, answer, because, capsys)
 
 
-def verdict(reference, port):
-    if len(reference) != len(port) or not math.isclose(reference[0], port[0], rel_tol=1e-5):
+def verdict(fp32, port32, fp64, port64):
+    if len(fp32) != len(port32) or len(fp64) != len(port64):
         return "bug"
-    return "same" if reference == port else "rounding"
-
-
-def by_every_step(reference, port):
-    pairs = zip(reference, port, strict=True)
-    close = all(math.isclose(one, other, rel_tol=1e-5) for one, other in pairs)
-    return "same" if reference == port else "rounding" if close else "bug"
-
-
-def without_lengths(reference, port):
-    return verdict(reference[: len(port)], port)
-
-
-def by_the_last_step(reference, port):
-    if len(reference) != len(port):
+    if any(not math.isclose(a, b, rel_tol=1e-9) for a, b in zip(fp64, port64, strict=True)):
         return "bug"
-    return "same" if reference[-1] == port[-1] else "rounding"
+    return "same" if fp32 == port32 else "rounding"
+
+
+def by_every_step(fp32, port32, fp64, port64):
+    close = all(math.isclose(one, other, rel_tol=1e-5) for one, other in zip(fp32, port32, strict=False))
+    return "same" if fp32 == port32 else "rounding" if close else "bug"
+
+
+def by_the_first_step(fp32, port32, fp64, port64):
+    if len(fp32) != len(port32) or not math.isclose(fp32[0], port32[0], rel_tol=1e-5):
+        return "bug"
+    return "same" if fp32 == port32 else "rounding"
+
+
+def without_lengths(fp32, port32, fp64, port64):
+    return verdict(fp32[: len(port32)], port32, fp64[: len(port64)], port64)
 
 
 def test_1_11_accepts(capsys):
@@ -54,10 +55,10 @@ def test_1_11_accepts(capsys):
 
 
 @pytest.mark.parametrize(("answer", "because"), [
-    (by_every_step, "you say 'bug', expected 'rounding': the first step agrees to 1e-7"),
-    (by_the_last_step, "you say 'same', expected 'bug': the first step is off by 0.4 %"),
+    (by_every_step, "you say 'bug', expected 'rounding': in float64 nothing is left of the difference"),
+    (by_the_first_step, "you say 'rounding', expected 'bug': the first step agrees, as it does where averaging"),
     (without_lengths, "you say 'same', expected 'bug': a step is missing"),
-    (lambda reference, port: None, "you say None, expected 'same'"),
+    (lambda *losses: None, "you say None, expected 'same'"),
 ])  # fmt: skip
 def test_1_11_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_1_11, answer, because, capsys)
