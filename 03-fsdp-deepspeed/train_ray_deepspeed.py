@@ -20,7 +20,7 @@ from pathlib import Path
 import ray.train
 import torch
 import torch.nn.functional as F
-from ray.train.torch import TorchTrainer, prepare_data_loader
+from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset
@@ -62,6 +62,7 @@ def main() -> None:
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={**vars(args), "folder": folder, "settings": settings},
+        torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
         run_config=ray.train.RunConfig(
             name=name,
@@ -94,7 +95,6 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
         cluster.check_folder(args)
         splits = data.text(config.context, args.text_file)
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
-
         if args.offload and worker.device.type == "cpu":
             raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")
     windows = zlib.crc32(splits.train.tensors[0].numpy().tobytes())

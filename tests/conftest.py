@@ -28,6 +28,23 @@ def one_process(small_mnist, tmp_path_factory) -> list[dict]:
     return train(0, tmp_path_factory.mktemp("one"), *UNEVEN, "--data-dir", small_mnist)
 
 
+@pytest.fixture(scope="module")
+def ray_cluster():
+    """The address of a Ray cluster of one node with five CPUs in its books: scripts that join it start sooner."""
+    from ray.cluster_utils import Cluster  # takes a second, and few tests need it
+
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": True})
+    yield nodes.address
+    nodes.shutdown()
+
+
+@pytest.fixture
+def on_cluster(ray_cluster, no_ray, monkeypatch) -> str:
+    """Scripts join this cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    return ray_cluster
+
+
 @pytest.fixture
 def no_ray(monkeypatch):
     """No other Ray is joined by accident."""

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray.cluster_utils import Cluster
 from runs import LIMIT, ROOT, UNEVEN, Run, assert_bit_for_bit, assert_same_losses, assert_same_state, refused, train
 
 SCRIPT = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
@@ -94,19 +93,10 @@ def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     assert_same_state(newest(tmp_path), tmp_path / "reference/run/checkpoint-00000012.pt")
 
 
-@pytest.fixture(scope="module")
-def cluster():
-    """The address of a Ray cluster of one node with five CPUs in its books."""
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": True})
-    yield nodes.address
-    nodes.shutdown()
-
-
-def test_four_workers_on_a_cluster(cluster, one_process, options, tmp_path, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", cluster)
+def test_four_workers_on_a_cluster(on_cluster, one_process, options, tmp_path):
     run = start(tmp_path, *options, "--num-workers", 4)
     assert run.finish() == 0, run.text
-    assert f"joined the Ray cluster at {cluster}: 5 CPUs and no GPU" in run.text
+    assert f"joined the Ray cluster at {on_cluster}: 5 CPUs and no GPU" in run.text
     assert_same_losses(one_process, run.metrics())
     assert {line["world_size"] for line in run.metrics()} == {4}
     said = [line.split()[0] for line in run.text.splitlines() if line.startswith("[")]
@@ -154,7 +144,7 @@ def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
     assert "no Ray answers at RAY_ADDRESS=127.0.0.1:9" in refused(0, tmp_path, script=SCRIPT)
 
 
-def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(tmp_path):
+def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(on_cluster, tmp_path):
     """1,280 samples over two workers in steps of 52, as far as they go; an epoch is cut short and begun again."""
     options = ("--batch-size", 52, "--epochs", 4, "--num-workers", 2, "--run-name", "run")
     before = train(0, tmp_path, *options, "--max-steps", 40, script=WITH_RAY_DATA)

@@ -79,7 +79,9 @@ def test_bf16_and_accumulation_on_a_text_of_ones_own(tmp_path):
     # Over 20 steps in float32 the other order of sums grows.
     (DEEPSPEED, (DEEPSPEED, "--zero-stage", 1), (), 1e-4),
 ])  # fmt: skip
-def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(script, other, more, tolerance, tmp_path):
+def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
+    script, other, more, tolerance, on_cluster, tmp_path
+):
     """Two workers save, one goes on from the older checkpoint. (A worker is killed in lessons 3.2 and 3.3.)"""
     options = ("--seed", 7, "--batch-size", 64, "--epochs", 2, "--run-name", "run", *more)
     before = train(0, tmp_path, *options, "--num-workers", 2, script=script)
