@@ -85,7 +85,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model = models.build(args.model, splits.image_shape, splits.num_classes).to(worker.device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
     distributed.seed_everything(args.seed + worker.rank)
 
     # [4] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.

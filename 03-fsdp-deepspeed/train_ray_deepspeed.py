@@ -189,7 +189,7 @@ def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, wo
         model=model,
         model_parameters=model.parameters(),
         config=args.settings,
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // (15 * steps_per_epoch))),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // (2 * steps_per_epoch))),
     )[0]
 
 

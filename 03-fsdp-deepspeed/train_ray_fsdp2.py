@@ -114,7 +114,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     if args.strategy == "ddp":  # to compare
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=15, gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
 
     # [4] Go on where a run was interrupted: every rank reads its slices, also those that other ranks have written.
     progress = cli.new_progress(args)

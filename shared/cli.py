@@ -84,7 +84,7 @@ def training_parser(
     add("--batch-size", type=positive_int, default=64,
         help="GLOBAL batch: samples an optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
     add("--lr", type=positive_float, default=1e-3,
-        help="Adam's learning rate, halved every 15 epochs (default: %(default)s)")  # fmt: skip
+        help="Adam's learning rate, halved every 2 epochs (default: %(default)s)")  # fmt: skip
     add("--seed", type=seed, default=0, help="seed of weights, sample order and dropout (default: %(default)s)")
     add("--model", choices=models, default=models[0], help="default: %(default)s")
     add("--dataset", choices=datasets, default=datasets[0], help="default: %(default)s, which needs no download")

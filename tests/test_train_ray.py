@@ -147,10 +147,10 @@ def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
 def test_ray_data_deals_every_sample_once_and_learns_as_much(tmp_path):
     """1,280 samples over two workers in steps of 52, as far as they go; an epoch is cut short and begun again.
 
-    Both orders of the samples are random, so is a single epoch's accuracy: 256 images, one of them is 0.4 points. The
-    mean of four epochs at the end of twenty was within 0.5 points of train_ddp.py's in each of twelve pairs of runs.
+    Another order of the samples gives another accuracy, and one of 256 images is 0.4 points. The mean of the last four
+    of eight epochs was within 0.3 points of train_ddp.py's for each of six seeds.
     """
-    options = ("--model", "mlp", "--batch-size", 52, "--epochs", 20, "--seed", 7, "--run-name", "run")
+    options = ("--model", "mlp", "--batch-size", 52, "--epochs", 8, "--seed", 7, "--run-name", "run")
     (tmp_path / "one").mkdir()
     one_process = train(1, tmp_path / "one", *options)
     options = (*options, "--num-workers", 2)
@@ -159,8 +159,8 @@ def test_ray_data_deals_every_sample_once_and_learns_as_much(tmp_path):
     assert 0 < before[1]["samples_seen"] < 1280 and sum(len(line["step_losses"]) for line in before) == 40
     metrics = train(0, tmp_path, *options, "--resume", script=WITH_RAY_DATA)
     assert metrics[0] == before[0]
-    assert [line["samples_seen"] for line in metrics] == [1280] * 20
-    assert [line["epoch"] for line in metrics] == list(range(1, 21))
+    assert [line["samples_seen"] for line in metrics] == [1280] * 8
+    assert [line["epoch"] for line in metrics] == list(range(1, 9))
     accuracy, expected = (sum(line["val_accuracy"] for line in lines[-4:]) / 4 for lines in (metrics, one_process))
     assert expected > 0.95 and abs(accuracy - expected) < 0.01
 
