@@ -5,7 +5,8 @@ Two on this machine:  torchrun --standalone --nproc-per-node 2 train_ddp.py
 Two nodes:            ./launch_multinode_ddp.sh HOST1 HOST2 --nproc-per-node 4 -- --epochs 5
 
 GPUs are used where there are any (one process a GPU, nccl), else CPUs (gloo). With one --seed and --batch-size, every
-number of processes computes the same losses, up to rounding (--model mlp apart: its dropout draws on every rank).
+number of processes computes the same losses, up to rounding; not so with --model mlp, whose dropout draws on every
+rank, and with resnet18-batchnorm, whose statistics are each rank's own.
 """
 
 import time
@@ -44,15 +45,16 @@ def main() -> None:
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model = models.build(args.model, splits.image_shape, splits.num_classes).to(worker.device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
     distributed.seed_everything(args.seed + worker.rank)
 
     # [3] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
     progress = cli.new_progress(args)
     state = distributed.from_rank_zero(state)
-    if state is not None:
+    if resumed := state is not None:
         with distributed.fail_together():
             progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
+    del state  # it is as large as model and optimizer
 
     # [4] From here on backward() averages the gradients of all ranks.
     ddp_model = model
@@ -62,7 +64,7 @@ def main() -> None:
         distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
     train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
     val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
-    if state is None:
+    if not resumed:
         save(folder, worker, model, optimizer, scheduler, progress)
 
     # [5] Train, validate and save, epoch by epoch.

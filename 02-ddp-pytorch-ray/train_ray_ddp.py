@@ -5,7 +5,8 @@ In this process:      python train_ray_ddp.py --num-workers 0      (Ray's local 
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
 
 It computes what train_ddp.py computes: with one --seed and --batch-size, every number of workers has the same losses,
-up to rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint.
+up to rounding (and with the same exceptions). A worker that dies is replaced, and the run goes on from its newest
+checkpoint.
 """
 
 import time
@@ -85,20 +86,18 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model = models.build(args.model, splits.image_shape, splits.num_classes).to(worker.device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
     distributed.seed_everything(args.seed + worker.rank)
 
     # [4] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
     progress = cli.new_progress(args)
-    state = None
-    if worker.rank == 0 and args.num_workers > 0:
-        _, state, _ = cluster.load_newest(args.folder)
-    state = distributed.from_rank_zero(state)
-    if state is not None:
+    _, state = cluster.newest_state(args, worker)
+    if resumed := state is not None:
         with distributed.fail_together():
             progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
         if worker.rank == 0:
             worker.log(f"going on after step {progress['step']}")
+    del state  # it is as large as model and optimizer
 
     # [5] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
@@ -106,7 +105,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
         distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
     train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
     val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
-    if state is None:
+    if not resumed:
         save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [6] Train, validate and save, epoch by epoch.

@@ -107,28 +107,26 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     dtype = torch.float64 if args.precision == "fp64" else torch.float32
     model = models.build(args.model, args.image_shape, args.num_classes).to(worker.device, dtype)
     optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
     distributed.seed_everything(args.seed + worker.rank)
 
     # [5] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
     progress = cli.new_progress(args)
-    state = None
-    if worker.rank == 0 and args.num_workers > 0:
-        _, state, _ = cluster.load_newest(args.folder)
-    state = distributed.from_rank_zero(state)
-    if state is not None:
+    _, state = cluster.newest_state(args, worker)
+    if resumed := state is not None:
         with distributed.fail_together():
             progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
         # The stream cannot be entered in its middle: an epoch that was cut short begins again, with its steps taken.
         progress |= {"position": 0, "loss_sum": 0.0, "step_losses": []}
         if worker.rank == 0:
             worker.log(f"going on after step {progress['step']}")
+    del state  # it is as large as model and optimizer
 
     # [6] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # one worker's model is not wrapped
         distributed.settle_buckets(ddp_model, torch.empty(0, *args.image_shape, device=worker.device, dtype=dtype))
-    if state is None:
+    if not resumed:
         save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [7] Train, validate and save, epoch by epoch.
@@ -136,7 +134,6 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
         ended, seconds, seen_once = train_epoch(
             ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress
         )
-        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         # An epoch is over when the stream is: with a filter in it, nobody knows beforehand how long it is.
         metrics = cli.finish_epoch(progress, progress["position"] if ended else args.num_samples, {
             **evaluate(model, val_shard, local_batch_size, args.image_shape, worker),
@@ -167,7 +164,7 @@ class EverySample(ray.train.DataConfig):
 def read(dataset: TensorDataset, folder: str, args: Namespace, first_epoch: int) -> ray.data.Dataset:
     """`dataset` as a stream of Parquet files, in another order each epoch, normalised on the way."""
     blocks = max(8, 4 * args.num_workers)  # several for each worker: blocks are what is dealt
-    shuffle = ray.data.FileShuffleConfig(seed=args.seed + first_epoch)  # it adds 1 for each pass
+    shuffle = ray.data.FileShuffleConfig(seed=args.seed + first_epoch)  # each pass mixes its number in
     files = ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle=shuffle, override_num_blocks=blocks)
     return files.map_batches(normalize)
 

@@ -2,7 +2,8 @@
 
 Two workers here:     python train_ray_deepspeed.py --num-workers 2 --zero-stage 3
 In this process:      python train_ray_deepspeed.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
-On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_deepspeed.py --num-workers 16 --preset 7b --precision bf16
+On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_deepspeed.py --num-workers 16 --precision bf16 \\
+                          --preset 7b --ds-config my_config.json --storage-path s3://BUCKET/runs
 
 Every stage computes what DDP computes: with one --seed and --batch-size, every number of workers has the same losses,
 up to rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint. With --resume it does so
@@ -179,7 +180,7 @@ def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, wo
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for CPUs only
     deepspeed.init_distributed(dist_init_required=False)  # joins the process group that is there
-    steps_per_epoch = len(data.global_batch_counts(num_samples, args.batch_size))
+    halving = args.lr_step_size * len(data.global_batch_counts(num_samples, args.batch_size))  # in optimizer steps
     with deepspeed.zero.Init(config_dict_or_path=args.settings, enabled=args.zero_stage == 3):
         model = models.GPT(config, args.activation_checkpointing)
     models.init_weights(model, args.seed, gathered=lambda parameter: deepspeed.zero.GatheredParameters(
@@ -189,7 +190,7 @@ def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, wo
         model=model,
         model_parameters=model.parameters(),
         config=args.settings,
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // (2 * steps_per_epoch))),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // halving)),
     )[0]
 
 

@@ -2,7 +2,8 @@
 
 Two workers here:     python train_ray_fsdp2.py --num-workers 2
 In this process:      python train_ray_fsdp2.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
-On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_fsdp2.py --num-workers 16 --preset 7b --precision bf16
+On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_fsdp2.py --num-workers 16 --precision bf16 \\
+                          --preset 7b --storage-path s3://BUCKET/runs
 
 It computes what DDP computes: with one --seed and --batch-size, every number of workers has the same losses, up to
 rounding. A worker that dies is replaced, and the run goes on from its newest checkpoint. With --resume it does so with
@@ -114,7 +115,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     if args.strategy == "ddp":  # to compare
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
 
     # [4] Go on where a run was interrupted: every rank reads its slices, also those that other ranks have written.
     progress = cli.new_progress(args)

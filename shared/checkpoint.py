@@ -159,6 +159,8 @@ def restore(state: dict, model: nn.Module, optimizer: Optimizer, scheduler: LRSc
     try:
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
     scheduler.load_state_dict(state["scheduler"])
@@ -185,14 +187,18 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> 
 def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Read this rank's slices from what any number of ranks have written with `save_sharded`. Collective.
 
-    Raises UsageError where `folder` holds another model: every rank meets the same error.
+    Raises UsageError where `folder` holds another model: every rank meets the same error. One that trying again may
+    cure (a file that cannot be read just now, memory) comes as it is.
     """
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=folder)
     except (CheckpointException, RuntimeError, ValueError) as error:
-        raise UsageError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
+        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+        if any(isinstance(cause, (OSError, EOFError, torch.OutOfMemoryError)) for cause in causes):
+            raise
+        raise UsageError(f"the checkpoint is of another model: {str(causes[0]).splitlines()[0]}") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import shlex
 import signal
@@ -84,7 +85,9 @@ def training_parser(
     add("--batch-size", type=positive_int, default=64,
         help="GLOBAL batch: samples an optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
     add("--lr", type=positive_float, default=1e-3,
-        help="Adam's learning rate, halved every 2 epochs (default: %(default)s)")  # fmt: skip
+        help="Adam's learning rate at the start (default: %(default)s)")  # fmt: skip
+    add("--lr-step-size", type=positive_int, default=2, metavar="EPOCHS",
+        help="halve the learning rate every so many epochs (default: %(default)s; long runs want more)")  # fmt: skip
     add("--seed", type=seed, default=0, help="seed of weights, sample order and dropout (default: %(default)s)")
     add("--model", choices=models, default=models[0], help="default: %(default)s")
     add("--dataset", choices=datasets, default=datasets[0], help="default: %(default)s, which needs no download")
@@ -145,8 +148,10 @@ def claim_run(
     path, state, skipped = storage.load_newest(folder)
     for what in skipped:
         worker.log(f"skipped {what}")
-    if state is None and args.resume and not worker.restarted:
+    if state is None and (skipped or (args.resume and not worker.restarted)):
         raise ValueError(f"nothing to resume: no readable checkpoint in {folder}")
+    if state is None and worker.restarted:
+        worker.log(f"restarted, and there is no checkpoint in {folder}: beginning anew")
     try:
         storage.make_folder(folder)
     except OSError as error:
@@ -171,7 +176,8 @@ def check_metrics_out(args: argparse.Namespace) -> None:
 
 def options_of(args: argparse.Namespace) -> dict:
     """The options that decide what a run computes, for its checkpoints; an image model has no preset."""
-    names = ("model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "seed")
+    names = ("model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "lr_step_size")
+    names += ("seed",)
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -202,8 +208,17 @@ def new_progress(args: argparse.Namespace) -> dict:
 
 
 def record_steps(progress: dict, step_losses: list[float], counts: list[int]) -> None:
-    """Note steps just taken: their global mean losses, and how many samples each took over all ranks."""
-    for loss, count in zip(step_losses, counts, strict=True):
+    """Note steps just taken: their global mean losses, and how many samples each took over all ranks.
+
+    Raises UsageError where a loss is not finite, on every rank since all have the same: what follows would be saved,
+    and push out the checkpoints that are still good.
+    """
+    for number, (loss, count) in enumerate(zip(step_losses, counts, strict=True), progress["step"] + 1):
+        if not math.isfinite(loss):
+            raise UsageError(
+                f"the training has diverged: the loss of step {number} is {loss}; the last checkpoint is of before "
+                "that epoch; begin again with a smaller --lr, or go on in a more exact --precision"
+            )
         progress["loss_sum"] += loss * count
     progress["step"] += len(counts)
     progress["position"] += sum(counts)
@@ -269,7 +284,8 @@ def stop_on_signals(worker: Worker, message: Callable[[], str], clean_up: Callab
     """From now on Ctrl-C and SIGTERM end this process at once with exit code 128 + signal; rank 0 prints `message()`.
 
     clean_up: called before that, and given five seconds. The signal is taken by a thread: Python runs signal handlers
-    in the main thread only, which may be waiting in a collective for a rank that has gone.
+    in the main thread only, which may be waiting in a collective for a rank that has gone. It hears of every signal
+    that has a handler, also of the SIGCHLD that a DataLoader's workers end with.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -278,7 +294,8 @@ def stop_on_signals(worker: Worker, message: Callable[[], str], clean_up: Callab
         signal.signal(number, lambda *_: None)
 
     def wait() -> None:
-        number = os.read(read_end, 1)[0]
+        while (number := os.read(read_end, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+            pass
         if worker.rank == 0:
             worker.log(f"stopped by {signal.Signals(number).name}: {message()}")
         cleaning = threading.Thread(target=clean_up, daemon=True)
@@ -290,16 +307,20 @@ def stop_on_signals(worker: Worker, message: Callable[[], str], clean_up: Callab
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script: a UsageError ends it with exit code 2 and one line, printed by rank 0."""
+    """Run a script: a UsageError ends it with exit code 2 and one line, printed by rank 0.
+
+    Before the ranks have met, the first process of each node prints its own: it may be the only one that has an error.
+    """
     try:
         main()
     except UsageError as error:
-        if rank_from_environment() == 0:
+        met = dist.is_initialized()
+        if rank_from_environment() == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         else:
             # torchrun ends all processes when the first one exits: let rank 0 speak before that.
             time.sleep(30)
-        if dist.is_initialized():
+        if met:
             end_at_once(2)
         sys.exit(2)
     except RuntimeError:

@@ -54,7 +54,7 @@ def training_parser(description: str, **choices: Collection[str]) -> cli.Parser:
     parser.add_argument("--num-workers", type=num_workers, default=2,
         help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
-        help="one GPU a worker (default: if there are any)")  # fmt: skip
+        help="one GPU a worker (default: if there are any; say so where a cluster has yet to start them)")  # fmt: skip
     return parser
 
 
@@ -64,7 +64,8 @@ def gpt_parser(description: str, precisions: Mapping[str, str]) -> cli.Parser:
     parser.add_argument("--preset", choices=tuple(GPT_PRESETS), default="nano",
         help="size of the GPT; nano has 1 M parameters (default: %(default)s)")  # fmt: skip
     parser.add_argument("--text-file", metavar="FILE", type=os.path.abspath,
-        help="train on this text, which every node has at this path (default: Python's standard library)")  # fmt: skip
+        help="train on 1,280 windows of this text, which every node has at this path, the same ones each epoch "
+        "(default: Python's standard library)")  # fmt: skip
     parser.add_argument("--activation-checkpointing", action="store_true",
         help="keep only the blocks' inputs, and compute the rest again in the backward pass")  # fmt: skip
     return parser
@@ -201,7 +202,8 @@ def in_words(resources: dict[str, float]) -> str:
 def grows(args: argparse.Namespace, spare_cpus: int, driver: Worker) -> bool:
     """Ask the cluster for what the workers need; whether it has grown, or has begun to, within PATIENCE_S seconds."""
     bundle = {"CPU": 1, "GPU": 1} if args.use_gpu else {"CPU": 1}
-    # What Ray Train will ask for too, and what is needed beside it; an autoscaler sees it.
+    # As Ray Train will, and what is needed beside it; an autoscaler sees it. (A worker on a GPU also needs a CPU to run
+    # on, though Ray Train does not ask for it.)
     demand = placement_group([bundle] * args.num_workers + [{"CPU": 1}] * spare_cpus)
     deadline = time.monotonic() + PATIENCE_S
     try:
@@ -218,9 +220,11 @@ def grows(args: argparse.Namespace, spare_cpus: int, driver: Worker) -> bool:
 
 
 def run_folder(args: argparse.Namespace) -> str:
-    """The run's folder under --storage-path: a path or a URI."""
+    """The run's folder under --storage-path: a path or a URI. Raises UsageError for a URI with options in it."""
     if "://" not in args.storage_path:
         return str(cli.run_folder(args))
+    if "?" in args.storage_path:
+        raise UsageError("--storage-path takes no options after a ?; AWS_ENDPOINT_URL names an S3 store of one's own")
     return f"{args.storage_path.rstrip('/')}/{args.run_name or cli.new_run_name()}"
 
 
@@ -265,16 +269,26 @@ def load_newest(folder: str) -> tuple[str | None, dict | None, list[str]]:
     return checkpoint.first_readable(list_newest_first(folder), load)
 
 
-@contextlib.contextmanager
-def newest_checkpoint(args: argparse.Namespace, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:
-    """The newest readable checkpoint on every rank: (a local folder with its files, its state); (None, None) without.
+def newest_state(args: argparse.Namespace, worker: Worker) -> tuple[str | None, dict | None]:
+    """Path and state of the newest readable checkpoint, on every rank; (None, None) before the first. Collective.
 
-    Collective. From storage that this node does not see the files are copied once a node.
+    Raises OSError on rank 0 where there are checkpoints and none can be read: Ray then starts the workers again, as
+    often as `max_failures` says. To begin anew would push out checkpoints that are good when the storage is back.
     """
     path, state = None, None
     if worker.rank == 0 and args.num_workers > 0:  # local mode stores none
-        path, state, _ = load_newest(args.folder)
-    path, state = from_rank_zero((path, state))
+        path, state, skipped = load_newest(args.folder)
+        if state is None and skipped:
+            raise OSError(f"no readable checkpoint in {args.folder}: {'; '.join(skipped)}")
+    return from_rank_zero((path, state))
+
+
+@contextlib.contextmanager
+def newest_checkpoint(args: argparse.Namespace, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:
+    """As `newest_state`, with the path of a local folder: from storage that this node does not see it is copied there,
+    once a node.
+    """
+    path, state = newest_state(args, worker)
     if path is None:
         yield None, None
     else:

@@ -6,6 +6,7 @@ Every image data set comes as three TensorDatasets of (float32 image in [-1, 1],
 import importlib.util
 import math
 import sysconfig
+import uuid
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -164,7 +165,9 @@ def write_parquet(dataset: TensorDataset, folder: str, num_files: int = 8) -> st
         pixels = (images[ids] * 0.5 + 0.5).flatten(1)
         flat = pa.FixedSizeListArray.from_arrays(pa.array(pixels.flatten().numpy()), pixels.shape[1])
         table = pa.table({"id": ids.numpy(), "image": flat, "label": labels[ids].numpy()})
-        parquet.write_table(table, f"{path}/part-{number:03d}.parquet", filesystem=files)
+        partial = f"{path}/.{uuid.uuid4().hex}.partial"  # another run may be writing, or reading, the same files
+        parquet.write_table(table, partial, filesystem=files)
+        files.move(partial, f"{path}/part-{number:03d}.parquet")
     files.open_output_stream(f"{path}/_SUCCESS").close()
     return folder
 

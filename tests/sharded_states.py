@@ -69,7 +69,7 @@ def build_engine(stage: int, load_universal: bool, seed: int, worker: distribute
     spec.loader.exec_module(script)
     args = Namespace(
         ds_config=CHAPTER / "ds_config.json", zero_stage=stage, batch_size=BATCH, precision="fp32", offload=False,
-        lr=1e-3, seed=seed, activation_checkpointing=False,
+        lr=1e-3, lr_step_size=2, seed=seed, activation_checkpointing=False,
     )  # fmt: skip
     args.settings = script.read_settings(args, worker.world_size)
     if load_universal:

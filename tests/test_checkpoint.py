@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.checkpoint.api import CheckpointException
 
 from shared import checkpoint, models
-from shared.distributed import Worker, seed_everything
+from shared.distributed import UsageError, Worker, seed_everything
 
 STATE = {
     "weights": {"w": torch.arange(12.0).view(3, 4), "b": torch.arange(5)},
@@ -335,3 +336,18 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused():
     with pytest.raises(ValueError, match="the checkpoint is of another model") as caught:
         checkpoint.restore(state, model, optimizer, scheduler, Worker())
     assert "\n" not in str(caught.value)
+
+
+def test_a_sharded_checkpoint_of_another_model_is_told_from_one_that_cannot_be_read_just_now(tmp_path):
+    model, optimizer, _ = run = new_run()
+    train(*run, num_steps=1)
+    checkpoint.save_sharded(tmp_path, model, optimizer)
+    checkpoint.restore_sharded(tmp_path, model, optimizer)
+    other = new_run(hidden_dim=17)
+    with pytest.raises(UsageError, match="the checkpoint is of another model: Size mismatch") as caught:
+        checkpoint.restore_sharded(tmp_path, *other[:2])
+    assert "\n" not in str(caught.value)
+    for path in tmp_path.glob("*.distcp"):
+        path.unlink()
+    with pytest.raises(CheckpointException, match="No such file"):
+        checkpoint.restore_sharded(tmp_path, model, optimizer)

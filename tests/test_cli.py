@@ -1,8 +1,10 @@
 """shared.cli: the contract that all training scripts share."""
 
 import json
+import math
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
@@ -36,7 +38,7 @@ def parse(*words: str):
 
 def test_the_defaults_are_the_contract():
     assert vars(parse()) == {
-        "epochs": 5, "max_steps": None, "batch_size": 64, "lr": 1e-3, "seed": 0, "model": "resnet18",
+        "epochs": 5, "max_steps": None, "batch_size": 64, "lr": 1e-3, "lr_step_size": 2, "seed": 0, "model": "resnet18",
         "dataset": "digits", "data_dir": "data", "precision": "fp32", "storage_path": "runs", "run_name": None,
         "resume": False, "metrics_out": None,
     }  # fmt: skip
@@ -44,12 +46,13 @@ def test_the_defaults_are_the_contract():
 
 def test_every_option_is_read():
     words = (
-        "--epochs 2 --max-steps 7 --batch-size 32 --lr 0.5 --seed 9 --model mlp --dataset mnist --data-dir d "
-        "--precision fp64 --storage-path s --run-name r --resume --metrics-out m"
+        "--epochs 2 --max-steps 7 --batch-size 32 --lr 0.5 --lr-step-size 30 --seed 9 --model mlp --dataset mnist "
+        "--data-dir d --precision fp64 --storage-path s --run-name r --resume --metrics-out m"
     )
     assert vars(parse(*words.split())) == {
-        "epochs": 2, "max_steps": 7, "batch_size": 32, "lr": 0.5, "seed": 9, "model": "mlp", "dataset": "mnist",
-        "data_dir": "d", "precision": "fp64", "storage_path": "s", "run_name": "r", "resume": True, "metrics_out": "m",
+        "epochs": 2, "max_steps": 7, "batch_size": 32, "lr": 0.5, "lr_step_size": 30, "seed": 9, "model": "mlp",
+        "dataset": "mnist", "data_dir": "d", "precision": "fp64", "storage_path": "s", "run_name": "r", "resume": True,
+        "metrics_out": "m",
     }  # fmt: skip
 
 
@@ -57,6 +60,7 @@ def test_every_option_is_read():
     ("--epochs", ["0", "-1", "1.5", "many", ""]),
     ("--max-steps", ["0", "-3", "x"]),
     ("--batch-size", ["0", "-64", "64.0"]),
+    ("--lr-step-size", ["0", "1.5"]),
     ("--lr", ["0", "-0.1", "nan", "inf", "1e-3x"]),
     ("--seed", ["1.5", "x", "-1", str(2**64)]),
     ("--model", ["vgg", ""]),
@@ -214,13 +218,17 @@ def test_with_nothing_readable_resume_is_an_error(args, folder, broken, capsys):
     assert ("skipped checkpoint-00000020.pt" in capsys.readouterr().out) == broken
 
 
-@pytest.mark.parametrize("broken", [False, True])
 @pytest.mark.parametrize("resume", [False, True])
-def test_with_nothing_readable_a_restart_by_torchrun_starts_from_nothing(args, folder, broken, resume):
+def test_a_restart_by_torchrun_before_the_first_checkpoint_begins_anew(args, folder, resume, capsys):
     args.resume = resume
-    if broken:
-        save_step(folder, 20).write_bytes(b"cut off")
     assert claim(args, folder, restarted=True) is None
+    assert f"there is no checkpoint in {folder}: beginning anew" in capsys.readouterr().out
+
+
+def test_a_restart_by_torchrun_never_writes_over_checkpoints_that_it_cannot_read(args, folder):
+    save_step(folder, 20).write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="no readable checkpoint"):
+        claim(args, folder, restarted=True)
 
 
 def test_resume_needs_a_name(args, folder):
@@ -315,6 +323,14 @@ def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
     assert cli.finish_epoch(progress, 10, {})["epoch"] == 2
     assert line["step_losses"] == [3.0, 2.0, 1.0]  # the second epoch did not write into the first one's line
     assert [line["epoch"] for line in progress["metrics"]] == [1, 2]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_training_that_diverges_ends_and_nothing_is_noted(loss):
+    progress = cli.new_progress(parse())
+    cli.record_steps(progress, [3.0], [4])
+    with pytest.raises(UsageError, match=f"the loss of step 3 is {loss}"):
+        cli.record_steps(progress, [2.0, loss], [4, 4])
 
 
 def test_an_epoch_cut_short_stays_the_current_one_and_its_line_is_replaced():
@@ -424,6 +440,20 @@ def test_a_usage_error_is_one_line_of_one_rank_and_exit_code_2(rank, waits, monk
     assert bool(waited) == waits  # so that rank 0 has spoken before torchrun ends all
 
 
+@pytest.mark.parametrize("local_rank", ["0", "1"])
+def test_a_node_whose_ranks_cannot_join_says_so_itself(local_rank, monkeypatch, capsys):
+    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    monkeypatch.setenv("RANK", "8")
+    monkeypatch.setenv("LOCAL_RANK", local_rank)
+
+    def main():
+        raise UsageError("8 processes on a node with 7 GPUs")
+
+    with pytest.raises(SystemExit):
+        cli.run(main)
+    assert ("7 GPUs" in capsys.readouterr().err) == (local_rank == "0")
+
+
 def test_other_errors_keep_their_traceback(monkeypatch):
     monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
     for error in (RuntimeError("of a collective"), ValueError("a bug")):
@@ -434,3 +464,21 @@ def test_other_errors_keep_their_traceback(monkeypatch):
         with pytest.raises(type(error)) as caught:
             cli.run(main)
         assert caught.value is error
+
+
+LOADS_WITH_WORKERS = """
+import sys
+from torch.utils.data import DataLoader
+from shared import cli
+from shared.distributed import Worker
+
+cli.stop_on_signals(Worker(), lambda: "farewell")
+for _ in range(2):  # a loader's workers end with each epoch
+    print(sum(len(batch) for batch in DataLoader(range(10), batch_size=4, num_workers=1)))
+"""
+
+
+def test_only_a_stop_stops_and_not_the_end_of_a_loaders_worker():
+    command = [sys.executable, "-c", LOADS_WITH_WORKERS]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (result.returncode, result.stdout) == (0, "10\n10\n"), result.stderr

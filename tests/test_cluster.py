@@ -40,6 +40,17 @@ def test_the_newest_readable_checkpoint_is_found(tmp_path):
     assert "truncated" in skipped[1]
 
 
+def test_a_worker_never_begins_anew_where_checkpoints_cannot_be_read(tmp_path):
+    """A share that is away for a minute must not cost the run: Ray would delete its checkpoints for the new ones."""
+    args = argparse.Namespace(num_workers=2, folder=str(tmp_path))
+    assert cluster.newest_state(args, Worker()) == (None, None)
+    path = save(tmp_path, 4)
+    assert cluster.newest_state(args, Worker())[1]["progress"]["step"] == 4
+    (path / cluster.STATE_FILE).write_bytes(b"cut off")
+    with pytest.raises(OSError, match=f"no readable checkpoint in {tmp_path}: {path.name}"):
+        cluster.newest_state(args, Worker())
+
+
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
     assert cluster.list_newest_first(str(tmp_path / "none")) == []
     assert cluster.load_newest(str(tmp_path / "none")) == (None, None, [])
@@ -115,6 +126,8 @@ def test_the_run_folder_is_a_path_or_a_uri(tmp_path, monkeypatch):
     assert cluster.run_folder(args) == "s3://bucket/runs/mine"
     args.run_name = None
     assert cluster.run_folder(args).startswith("s3://bucket/runs/" + cli.new_run_name()[:8])
+    with pytest.raises(UsageError, match="takes no options"):
+        cluster.run_folder(arguments("--storage-path", "s3://bucket/runs?scheme=http"))
 
 
 def test_the_world_is_the_workers_or_torchruns(monkeypatch):
