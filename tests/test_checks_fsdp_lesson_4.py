@@ -27,7 +27,10 @@ def test_3_10_accepts(capsys):
     ("State and activations together", lambda *args: choose(*args, activations=0)),
     ("Take the first that fits", lambda *args: choose(*args, names=("ddp", "fsdp2"))),
     ("is 'ddp', you say 'fsdp2'", lambda *args: choose(*args, names=("fsdp2",))),
-    ("you say None", lambda *args: None),
+    ("you say None. Take the first that fits", lambda *args: None),
+    ("is 'DDP'; it should be", lambda *args: "DDP"),
+    ("is ('ddp', 1); it should be", lambda *args: ("ddp", 1)),
+    ("just fitting is enough", lambda parameters, gpus, memory, more: choose(parameters, gpus, memory - 1, more)),
 ])  # fmt: skip
 def test_3_10_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_3_10, answer, because, capsys)

@@ -50,6 +50,7 @@ def test_2_1_accepts(capsys):
     (by_any_gpu, "in plan(4, 2, 128) use_gpu is True, expected False. Each worker takes a GPU of its own"),
     (always_two_workers, "plan(4, 0, 64) asks for 2 workers, expected 4"),
     (global_batch_for_each, "each worker's batch is 64, expected 16. That is the global batch"),
+    (lambda *sizes: (plan(*sizes)[0], {"batch_size": sizes[2] / sizes[0]}), "is 16.0: a DataLoader takes an int"),
     (rounded_down, "plan(3, 0, 64) returns {'batch_size': 21}: 64 does not divide by 3, so raise a ValueError"),
     (lambda *sizes: plan(*sizes)[0], "should return a ScalingConfig and a dict"),
     (lambda *sizes: (plan(*sizes)[0], 16), 'should return a train_loop_config with a "batch_size"; yours is 16'),
