@@ -272,13 +272,14 @@ def load_newest(folder: str) -> tuple[str | None, dict | None, list[str]]:
 def newest_state(args: argparse.Namespace, worker: Worker) -> tuple[str | None, dict | None]:
     """Path and state of the newest readable checkpoint, on every rank; (None, None) before the first. Collective.
 
-    Raises OSError on rank 0 where there are checkpoints and none can be read: Ray then starts the workers again, as
-    often as `max_failures` says. To begin anew would push out checkpoints that are good when the storage is back.
+    Raises OSError on rank 0 where none can be read, though the driver has read one or Ray has stored one: Ray then
+    starts the workers again, as often as `max_failures` says. To begin anew would push out checkpoints that are good
+    when the storage is back. (A worker that dies in the first upload of all leaves an unreadable one, and no loss.)
     """
     path, state = None, None
     if worker.rank == 0 and args.num_workers > 0:  # local mode stores none
         path, state, skipped = load_newest(args.folder)
-        if state is None and skipped:
+        if state is None and skipped and (args.resume or ray.train.get_checkpoint() is not None):
             raise OSError(f"no readable checkpoint in {args.folder}: {'; '.join(skipped)}")
     return from_rank_zero((path, state))
 
