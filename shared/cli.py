@@ -309,17 +309,17 @@ def stop_on_signals(worker: Worker, message: Callable[[], str], clean_up: Callab
 def run(main: Callable[[], None]) -> None:
     """Run a script: a UsageError ends it with exit code 2 and one line, printed by rank 0.
 
-    Before the ranks have met, the first process of each node prints its own: it may be the only one that has an error.
+    Where rank 0 has none, and the ranks have not met yet, the first process of the node that has it prints the line.
     """
     try:
         main()
     except UsageError as error:
         met = dist.is_initialized()
-        if rank_from_environment() == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
-            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
-        else:
+        if rank_from_environment() != 0:
             # torchrun ends all processes when the first one exits: let rank 0 speak before that.
             time.sleep(30)
+        if rank_from_environment() == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
+            print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         if met:
             end_at_once(2)
         sys.exit(2)
