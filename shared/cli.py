@@ -176,8 +176,10 @@ def check_metrics_out(args: argparse.Namespace) -> None:
 
 def options_of(args: argparse.Namespace) -> dict:
     """The options that decide what a run computes, for its checkpoints; an image model has no preset."""
-    names = ("model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "lr_step_size")
-    names += ("seed",)
+    names = (
+        "model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "lr_step_size",
+        "seed",
+    )  # fmt: skip
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -213,12 +215,13 @@ def record_steps(progress: dict, step_losses: list[float], counts: list[int]) ->
     Raises UsageError where a loss is not finite, on every rank since all have the same: what follows would be saved,
     and push out the checkpoints that are still good.
     """
-    for number, (loss, count) in enumerate(zip(step_losses, counts, strict=True), progress["step"] + 1):
+    for number, loss in enumerate(step_losses, progress["step"] + 1):
         if not math.isfinite(loss):
             raise UsageError(
                 f"the training has diverged: the loss of step {number} is {loss}; the last checkpoint is of before "
                 "that epoch; begin again with a smaller --lr, or go on in a more exact --precision"
             )
+    for loss, count in zip(step_losses, counts, strict=True):
         progress["loss_sum"] += loss * count
     progress["step"] += len(counts)
     progress["position"] += sum(counts)
@@ -314,11 +317,11 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except UsageError as error:
-        met = dist.is_initialized()
-        if rank_from_environment() != 0:
+        rank, met = rank_from_environment(), dist.is_initialized()
+        if rank != 0:
             # torchrun ends all processes when the first one exits: let rank 0 speak before that.
             time.sleep(30)
-        if rank_from_environment() == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
+        if rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
             print(f"{Path(sys.argv[0]).name}: error: {error}", file=sys.stderr, flush=True)
         if met:
             end_at_once(2)

@@ -329,8 +329,10 @@ def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
 def test_a_training_that_diverges_ends_and_nothing_is_noted(loss):
     progress = cli.new_progress(parse())
     cli.record_steps(progress, [3.0], [4])
+    before = {**progress}
     with pytest.raises(UsageError, match=f"the loss of step 3 is {loss}"):
         cli.record_steps(progress, [2.0, loss], [4, 4])
+    assert progress == before
 
 
 def test_an_epoch_cut_short_stays_the_current_one_and_its_line_is_replaced():

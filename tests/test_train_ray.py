@@ -144,25 +144,20 @@ def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
     assert "no Ray answers at RAY_ADDRESS=127.0.0.1:9" in refused(0, tmp_path, script=SCRIPT)
 
 
-def test_ray_data_deals_every_sample_once_and_learns_as_much(tmp_path):
+def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(tmp_path):
     """1,280 samples over two workers in steps of 52, as far as they go; an epoch is cut short and begun again.
 
-    Another order of the samples gives another accuracy, and one of 256 images is 0.4 points. The mean of the last four
-    of eight epochs was within 0.3 points of train_ddp.py's for each of six seeds.
+    That it learns as much as a DataLoader's run, within one point, is asserted by lesson 2.3.
     """
-    options = ("--model", "mlp", "--batch-size", 52, "--epochs", 8, "--seed", 7, "--run-name", "run")
-    (tmp_path / "one").mkdir()
-    one_process = train(1, tmp_path / "one", *options)
-    options = (*options, "--num-workers", 2)
+    options = ("--batch-size", 52, "--num-workers", 2, "--run-name", "run")
     before = train(0, tmp_path, *options, "--max-steps", 40, script=WITH_RAY_DATA)
     assert [line["epoch"] for line in before] == [1, 2] and before[0]["samples_seen"] == 1280
     assert 0 < before[1]["samples_seen"] < 1280 and sum(len(line["step_losses"]) for line in before) == 40
     metrics = train(0, tmp_path, *options, "--resume", script=WITH_RAY_DATA)
     assert metrics[0] == before[0]
-    assert [line["samples_seen"] for line in metrics] == [1280] * 8
-    assert [line["epoch"] for line in metrics] == list(range(1, 9))
-    accuracy, expected = (sum(line["val_accuracy"] for line in lines[-4:]) / 4 for lines in (metrics, one_process))
-    assert expected > 0.95 and abs(accuracy - expected) < 0.01
+    assert [line["samples_seen"] for line in metrics] == [1280] * 5
+    assert [line["epoch"] for line in metrics] == [1, 2, 3, 4, 5]
+    assert metrics[-1]["val_accuracy"] > 0.95
 
 
 def test_ray_data_in_local_mode(options, tmp_path):
