@@ -176,10 +176,8 @@ def check_metrics_out(args: argparse.Namespace) -> None:
 
 def options_of(args: argparse.Namespace) -> dict:
     """The options that decide what a run computes, for its checkpoints; an image model has no preset."""
-    names = (
-        "model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "lr_step_size",
-        "seed",
-    )  # fmt: skip
+    names = ("model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "lr_step_size")
+    names += ("seed",)
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -217,10 +215,7 @@ def record_steps(progress: dict, step_losses: list[float], counts: list[int]) ->
     """
     for number, loss in enumerate(step_losses, progress["step"] + 1):
         if not math.isfinite(loss):
-            raise UsageError(
-                f"the training has diverged: the loss of step {number} is {loss}; the last checkpoint is of before "
-                "that epoch; begin again with a smaller --lr, or go on in a more exact --precision"
-            )
+            raise UsageError(f"diverged: the loss of step {number} is {loss} (epoch not saved): try a smaller --lr")
     for loss, count in zip(step_losses, counts, strict=True):
         progress["loss_sum"] += loss * count
     progress["step"] += len(counts)
