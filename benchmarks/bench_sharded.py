@@ -25,6 +25,7 @@ from nbclient import NotebookClient
 from shared import measure, models
 
 PRESET, BATCH_SIZE, STEPS = ("124m", 32, 20) if torch.cuda.device_count() >= 2 else ("nano", 32, 20)
+WINDOWS = 1280  # of an epoch of the scripts
 LESSON = ROOT / "03-fsdp-deepspeed/04_choosing.ipynb"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FSDP2, ZERO = "train_ray_fsdp2.py", "train_ray_deepspeed.py"
@@ -68,7 +69,7 @@ def strategies(repeats: int) -> dict:
         for name, (script, *more) in STRATEGIES.items():
             with tempfile.TemporaryDirectory() as folder:
                 command = [*TORCHRUN, ROOT / "03-fsdp-deepspeed" / script, "--num-workers", "0", "--preset", PRESET]
-                command += ["--batch-size", str(BATCH_SIZE), "--max-steps", str(1280 // BATCH_SIZE + STEPS)]
+                command += ["--batch-size", str(BATCH_SIZE), "--max-steps", str(WINDOWS // BATCH_SIZE + STEPS)]
                 command += ["--metrics-out", f"{folder}/metrics.jsonl", *more]
                 subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
                 lines[name].append(json.loads(Path(folder, "metrics.jsonl").read_text().splitlines()[-1]))
@@ -118,10 +119,14 @@ of single rounds. An epoch's last step is watched for its peak of memory, which 
         cells += [f"{median(line['measured']):.0f}", f"{line['ratio']:.2f}"]
         cells += [f"{line['lowest']:.2f} to {line['highest']:.2f}", f"{line['last_loss']:.6f}"]
         page += f"| {name} | {' | '.join(cells)} |\n"
+    tokens = WINDOWS * models.GPT_PRESETS[result["preset"]].context
+    slowest = max(tokens / median(line["measured"]) for line in result["strategies"].values())
     save = {name: median(seconds) for name, seconds in result["save"].items()}
     return (
         page
         + f"""
+An epoch of {WINDOWS} windows takes the slowest of them **{slowest:.1f} s** (goal for `nano`: below 30 s).
+
 ## Saving a sharded checkpoint
 
 FSDP2, two ranks, median of five. Training stands still for **{save["sync_still"]:.3f} s** while it saves synchronously,

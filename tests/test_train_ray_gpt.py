@@ -96,8 +96,6 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     assert "going on after step 20" in again.text
     assert again.metrics()[0]["step_losses"] == before[0]["step_losses"]
     assert again.metrics()[1]["step_losses"] == pytest.approx(before[1]["step_losses"], rel=tolerance)
-    fastest = max(line["samples_per_second"] for line in (*before, *again.metrics()))  # others use the cores too
-    assert 1280 / fastest < 30  # seconds for an epoch of the defaults
 
 
 @pytest.fixture(scope="module")
