@@ -114,6 +114,17 @@ WRONG_1_2 = {
         accumulated(right_loss, before_part=lambda model: model.zero_grad()),
         "backward() adds to .grad",
     ),
+    "the whole batch at once": (
+        lambda model, images, labels, sizes: F.cross_entropy(model(images), labels).backward(),
+        "3 parts, and backward() ran 1 time(s)",
+    ),
+    "all parts' losses added up first": (
+        lambda model, images, labels, sizes: sum(
+            F.cross_entropy(model(part), part_labels, reduction="sum") / len(images)
+            for part, part_labels in zip(images.split(sizes), labels.split(sizes), strict=True)
+        ).backward(),
+        "3 parts, and backward() ran 1 time(s)",
+    ),
     "backward forgotten": (accumulated(right_loss, after_part=lambda loss: None), "call backward() for every part"),
 }
 
@@ -185,7 +196,7 @@ def launched(tmp_path_factory):
 
 
 def test_run_script_returns_what_each_rank_prints_in_the_order_of_ranks(launched):
-    assert launched["right"].splitlines() == ["0 2 1 --flag two words", "1 2 1 --flag two words"]
+    assert launched["right"] == ["0 2 1 --flag two words\n", "1 2 1 --flag two words\n"]
 
 
 def test_run_script_tells_a_stub_from_a_mistake(launched):

@@ -50,6 +50,12 @@ def without_lengths(fp32, port32, fp64, port64):
     return verdict(fp32[: len(port32)], port32, fp64[: len(port64)], port64)
 
 
+def by_a_loose_tolerance(fp32, port32, fp64, port64):
+    if len(fp64) != len(port64) or any(not math.isclose(a, b, rel_tol=1e-5) for a, b in zip(fp64, port64, strict=True)):
+        return "bug"
+    return "same" if fp32 == port32 else "rounding"
+
+
 def test_1_11_accepts(capsys):
     assert_accepts(checks.exercise_1_11, verdict, capsys)
 
@@ -58,6 +64,7 @@ def test_1_11_accepts(capsys):
     (by_every_step, "you say 'bug', expected 'rounding': in float64 nothing is left of the difference"),
     (by_the_first_step, "you say 'rounding', expected 'bug': the first step agrees, as it does where averaging"),
     (without_lengths, "you say 'same', expected 'bug': a step is missing"),
+    (by_a_loose_tolerance, "expected 'bug': 1e-7 is more than rounding in float64 makes"),
     (lambda *losses: None, "you say None, expected 'same'"),
 ])  # fmt: skip
 def test_1_11_rejects(answer, because, capsys):
@@ -66,11 +73,11 @@ def test_1_11_rejects(answer, because, capsys):
 
 @pytest.fixture
 def printed(monkeypatch):
-    """Lets a test say what the learner's script prints on two ranks, or how it fails, without starting any."""
+    """Lets a test say what each of the learner's three ranks prints, or how it fails, without starting any."""
 
     def prints(outcome):
-        def run_script(path, nproc, timeout):
-            assert (path, nproc) == ("exercise.py", 2)
+        def run_script(path, nproc):
+            assert (path, nproc) == ("exercise.py", 3)
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
@@ -81,18 +88,20 @@ def printed(monkeypatch):
 
 
 def test_1_12_accepts(printed, capsys):
-    printed("hello from rank 0\nmean loss 1.5\nhello from rank 1\n")
+    printed(["hello from rank 0\nmean loss 2.0\n", "hello from rank 1\n", ""])
     assert_accepts(checks.exercise_1_12, "exercise.py", capsys)
 
 
 @pytest.mark.parametrize(("outcome", "because"), [
     (NotImplementedError(), "not done yet"),
-    ("mean loss 1.5\nmean loss 1.5\n", "2 lines with `mean loss` from 2 ranks, expected one"),
-    ("", "0 lines with `mean loss` from 2 ranks"),
-    ("mean loss 3.0\n", "the mean loss of 2 ranks is 3, expected 1.5. Divide the sum by the world size."),
-    ("mean loss 1.0\n", "the mean loss of 2 ranks is 1, expected 1.5. Is it the mean over ALL ranks?"),
-    ("mean loss tensor([1.5])\n", "should be a number, and is 'tensor([1.5])'"),
-    (checks.Wrong("it hangs: no end after 40 s."), "not right yet: it hangs"),
+    (["mean loss 2.0\n"] * 3, "3 ranks print 1, 1, 1 lines with `mean loss`; expected one, from rank 0 alone"),
+    (["", "mean loss 2.0\n", ""], "3 ranks print 0, 1, 0 lines"),
+    (["", "", ""], "3 ranks print 0, 0, 0 lines with `mean loss`"),
+    (["mean loss 6.0\n", "", ""], "the mean loss of 3 ranks is 6, expected 2. Divide the sum by the world size"),
+    (["mean loss 3.0\n", "", ""], "is 3, expected 2. Divide the sum by the world size, whatever it is."),
+    (["mean loss 1.0\n", "", ""], "the mean loss of 3 ranks is 1, expected 2. Is it the mean over ALL ranks?"),
+    (["mean loss tensor([2.0])\n", "", ""], "should be a number, and is 'tensor([2.0])'"),
+    (checks.Wrong("it hangs: no end after 60 s."), "not right yet: it hangs"),
 ])  # fmt: skip
 def test_1_12_rejects(outcome, because, printed, capsys):
     printed(outcome)
