@@ -951,7 +951,15 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from shared import data, distributed, measure, models
+
+class Gathers(TorchDispatchMode):
+    number = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.number += "allgather" in str(function)
+        return function(*args, **(kwargs or {}))
 
 script, folder = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("exercise", script)
@@ -973,7 +981,9 @@ if not report["unsharded"]:
         pieces[max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len)] += size
     report["largest"] = max(pieces.values()) / sum(sizes.values())
     optimizer = torch.optim.AdamW(model.parameters())
-    F.cross_entropy(model(images[mine].double()), labels[mine]).backward()
+    with Gathers() as gathers:
+        F.cross_entropy(model(images[mine].double()), labels[mine]).backward()
+    report["gathers"] = gathers.number
     F.cross_entropy(plain(images.double()), labels).backward()
     pairs = zip(model.parameters(), plain.parameters())
     report["apart"] = max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
@@ -1011,6 +1021,12 @@ def exercise_3_5(script: str | Path) -> None:
             raise Wrong(
                 f"{report['largest']:.0%} of the weights are gathered at once; with each of the eight blocks for "
                 "itself it is 42%, the largest block. Shard the blocks first, then the model"
+            )
+        if report["gathers"] < 17:
+            raise Wrong(
+                f"{report['gathers']} all-gathers in a step; block by block there are 17: the eight blocks and the "
+                "rest for the forward pass, and the blocks once more for the backward pass. A call for each block, "
+                "which is to reshard"
             )
         if report["apart"] > 1e-9:
             raise Wrong(f"the gradients are off by {report['apart']:.1e} from those of one process")
@@ -1073,6 +1089,7 @@ def exercise_3_7(fill_in: Callable[[dict, int, int, int], dict]) -> None:
         (given, (4, 2, 4), "4 samples are too few for 2 parts x 4 ranks"),
         ({**given, "train_batch_size": 32}, (64, 1, 2), "the settings say 32 where the global batch is 64"),
         ({**given, "gradient_accumulation_steps": 2}, (64, 4, 2), "the settings say 2 parts where there are 4"),
+        ({**given, BATCHES[1]: 16}, (64, 4, 2), "the settings say 16 a rank and part where there are 8"),
     ):
         try:
             fill_in(copy.deepcopy(settings), *numbers)

@@ -83,6 +83,8 @@ def test_3_5_accepts(tmp_path):
     (ROOT + BY_BLOCK, "Did you shard the model before its blocks"),
     (ROOT, "100% of the weights are gathered at once"),
     (f"{BLOCKS}fully_shard(layer)\n{ROOT}", "75% of the weights are gathered at once.* Shard the blocks first"),
+    (f"    fully_shard([*model.layer1, *model.layer2, *model.layer3, *model.layer4])\n{ROOT}", "3 all-gathers in a"),
+    (BY_BLOCK.replace("(block)", "(block, reshard_after_forward=False)") + ROOT, "9 all-gathers in a step; block by"),
 ])  # fmt: skip
 def test_3_5_rejects(body, because, tmp_path):
     with pytest.raises(AssertionError, match=because):

@@ -46,6 +46,7 @@ def test_3_7_accepts(capsys):
     ("keep all other settings", lambda *call: fill_in(*call, keep=False)),
     ("64 is not divisible by 3 parts x 2 ranks", lambda *call: fill_in(*call, divide=False)),
     ("the settings say 32", lambda *call: fill_in(*call, agree=False)),
+    ("the settings say 16 a rank", lambda s, *numbers: fill_in({k: s[k] for k in s if "micro" not in k}, *numbers)),
 ])  # fmt: skip
 def test_3_7_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_3_7, answer, because, capsys)
