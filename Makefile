@@ -41,7 +41,7 @@ lab: .venv/installed
 
 # Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
 test: .venv/installed
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=300 $(PYTEST_ARGS) tests 0*-*/
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests 0*-*/
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py

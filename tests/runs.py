@@ -1,5 +1,6 @@
 """Training scripts as a user starts them: real processes, their output, their metrics; for several test files."""
 
+import contextlib
 import json
 import os
 import signal
@@ -15,7 +16,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-LIMIT = 300  # seconds; what hangs is ended and fails
+LIMIT = 900  # seconds; what hangs is ended and fails. A busy machine must not reach it
 UNEVEN = ("--dataset", "mnist", "--batch-size", "52", "--epochs", "2", "--seed", "7", "--precision", "fp64")
 
 
@@ -47,6 +48,15 @@ class Run:
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.killpg(self.process.pid, number)
+
+    def ray_workers(self) -> list[psutil.Process]:
+        """The processes that train, where the script has started a Ray of its own."""
+        found = []
+        for process in self.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):  # ended since
+                if process.name().startswith("ray::RayTrain"):
+                    found.append(process)
+        return found
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

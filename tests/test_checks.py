@@ -1,5 +1,6 @@
 """shared.checks: each check accepts right answers, and tells a learner what is wrong with plausible wrong ones."""
 
+import contextlib
 import os
 import stat
 import time
@@ -217,10 +218,11 @@ def hanging(tmp_path, monkeypatch):
 
 
 def assert_is_gone(pid: int) -> None:
-    deadline = time.monotonic() + 5
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-        assert time.monotonic() < deadline, f"process {pid} still runs"
-        time.sleep(0.05)
+    deadline = time.monotonic() + 30
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} still runs"
+            time.sleep(0.05)
 
 
 def test_run_script_cuts_a_hang_and_leaves_no_rank_behind(hanging):

@@ -73,7 +73,7 @@ def test_bf16_trains_with_float32_weights(small_mnist, tmp_path):
 # --- a killed run resumes exactly ----------------------------------------------------------------------------------
 
 
-EPOCHS = {"resnet18": 2, "mlp": 3}
+EPOCHS = {"resnet18": 2, "mlp": 5}
 STEPS = {"resnet18": 11, "mlp": 44}  # an epoch; the MLP's steps are short, and a kill must fall among them
 
 
@@ -160,7 +160,7 @@ def test_a_signal_ends_the_run_and_names_the_way_on(nproc, number, small_mnist, 
     sent = time.monotonic()
     run.process.send_signal(number)  # to torchrun alone, which passes it on
     code = run.finish()
-    assert time.monotonic() - sent < 30
+    assert time.monotonic() - sent < 60
     assert code == (128 + number if nproc == 0 else 1)
     said = [line for line in run.text.splitlines() if "stopped by" in line]
     assert len(said) == 1, run.text
@@ -202,7 +202,8 @@ def test_damaged_and_foreign_checkpoints(small_mnist, tmp_path):
     assert run.text.count("skipped") == 1
     assert f"skipped {newest.name} (truncated" in run.text
     assert f"resuming from {older}" in run.text
-    assert newest.read_bytes() == complete or torch.load(newest, weights_only=True)["progress"]["step"] == 132
+    last_step = EPOCHS["mlp"] * STEPS["mlp"]
+    assert newest.read_bytes() == complete or torch.load(newest, weights_only=True)["progress"]["step"] == last_step
     for path in (older, newest):
         path.write_bytes(path.read_bytes()[:1000])
     assert "nothing to resume: no readable checkpoint" in refused(0, tmp_path, *options, "--resume")

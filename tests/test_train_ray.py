@@ -38,11 +38,11 @@ def wait_for_epoch(run: Run, epoch: int) -> None:
     while len(run.metrics()) < epoch:
         assert run.process.poll() is None and time.monotonic() < deadline, run.text
         time.sleep(0.05)
-    time.sleep(0.3)
+    time.sleep(0.1)
 
 
 def kill_a_worker(run: Run) -> None:
-    [process for process in run.descendants() if process.name().startswith("ray::RayTrain")][-1].kill()
+    run.ray_workers()[-1].kill()
 
 
 def test_local_mode(one_process, options, tmp_path):
@@ -72,11 +72,10 @@ def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     time.sleep(1)
     kill_a_worker(run)
     wait_for_epoch(run, 2)
-    ray = run.descendants()
+    ray, workers = run.descendants(), run.ray_workers()
     run.process.kill()
     run.finish()
-    workers = [process for process in ray if process.is_running() and process.name().startswith("ray::RayTrain")]
-    assert not psutil.wait_procs(workers, timeout=30)[1]
+    assert workers and not psutil.wait_procs(workers, timeout=LIMIT)[1]
     for process in ray:  # Ray's agents stay for minutes
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -99,10 +98,9 @@ def test_four_workers_on_a_cluster(on_cluster, one_process, options, tmp_path):
     assert f"joined the Ray cluster at {on_cluster}: 5 CPUs and no GPU" in run.text
     assert_same_losses(one_process, run.metrics())
     assert {line["world_size"] for line in run.metrics()} == {4}
-    said = [line.split()[0] for line in run.text.splitlines() if line.startswith("[")]
-    assert [word for word in said if word in ("[driver]", "[rank")] == ["[driver]", "[rank", "[rank", "[driver]"], (
-        run.text
-    )
+    said = [line.split()[0] for line in run.text.splitlines() if line.startswith(("[driver]", "[rank"))]
+    # The workers' lines take a way of their own to the terminal, and may come after the driver's last.
+    assert said[0] == "[driver]" and sorted(said) == ["[driver]"] * 2 + ["[rank"] * 2, run.text
     assert "Reporting training result" not in run.text and "(RayTrainWorker" not in run.text
 
 
@@ -113,11 +111,11 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.finish() == 128 + signal.SIGINT
-    assert time.monotonic() - sent < 30
+    assert time.monotonic() - sent < 60
     (said,) = [line for line in run.text.splitlines() if "stopped by" in line]
     assert said.startswith(f"[driver] stopped by SIGINT: {tmp_path / 'run'}/checkpoint-")
     assert "--run-name run " in said and said.endswith("--resume")
-    psutil.wait_procs(ray, timeout=30)
+    psutil.wait_procs(ray, timeout=60)
     assert not [process for process in ray if process.is_running()]
 
 
@@ -134,9 +132,7 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
 ])  # fmt: skip
 def test_bad_input(args, words, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    started = time.monotonic()
     assert words in refused(0, tmp_path, *args, script=SCRIPT)
-    assert time.monotonic() - started < 60
 
 
 def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
