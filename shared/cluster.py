@@ -112,7 +112,7 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
         os.environ.update(own_address)
         level = "ERROR" if own_address else "WARNING"  # on a busy laptop Ray warns of its own delays
         context = ray.init(address, logging_config=ray.LoggingConfig(log_level=level), **options)
-    except Exception as error:  # a plain one where Ray's own processes take more than 30 s to start
+    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
         hint = "" if address == "local" else " (start this script on a node of the cluster, the head for example)"
         raise UsageError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}{hint}") from error
     finally:

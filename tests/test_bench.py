@@ -61,4 +61,6 @@ def test_the_committed_tables_are_made_of_the_committed_numbers(name, monkeypatc
     assert paths
     for path in paths:
         figure = [f"{path.stem}.svg"] if name == "ddp" else []
-        assert path.with_suffix(".md").read_text() == bench.report(json.loads(path.read_text()), *figure)
+        page = path.with_suffix(".md").read_text()
+        assert page == bench.report(json.loads(path.read_text()), *figure)
+        assert name != "sharded" or "below 30 s: reached." in page  # an epoch of `nano`

@@ -118,7 +118,7 @@ def test_a_failing_node_ends_all_others(tmp_path):
     agents = [child for child in psutil.Process(process.pid).children(recursive=True) if "--rdzv-id" in child.cmdline()]
     assert len(agents) == 2
     agents[1].kill()  # SIGKILL: its rank is left without a parent
-    assert process.wait(timeout=60) == 128 + signal.SIGKILL
+    assert process.wait(timeout=30) == 128 + signal.SIGKILL
     assert re.search(r"\[node [01] localhost\] ended with exit code 137", (tmp_path / "output.txt").read_text())
     assert_nothing_runs(marker)
 
@@ -138,7 +138,7 @@ def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, number):
     process = start_training(["localhost", "localhost"], tmp_path, marker)
     assert len(alive(marker)) >= 5  # the launcher, two agents, two ranks
     process.send_signal(number)
-    assert process.wait(timeout=60) == 128 + number
+    assert process.wait(timeout=20) == 128 + number
     assert_nothing_runs(marker)
     assert re.search(r"\[node 0 localhost\] \[rank 0/2\] stopped by .*--resume", (tmp_path / "output.txt").read_text())
 
@@ -157,7 +157,7 @@ def test_remote_nodes_end_with_the_launcher(tmp_path, fake_ssh):
     assert [call[-2] for call in checks] == ["127.0.0.1", "127.0.0.2"] == sorted(call[-2] for call in agents)
     assert all("OMP_NUM_THREADS=1" in call[-1] and "BatchMode=yes" in call for call in agents)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=20) == 130
     assert_nothing_runs(marker)
     text = (folder / "output.txt").read_text()
     assert "[node 0 127.0.0.1] [rank 0/2] stopped by SIG" in text and "\r" not in text

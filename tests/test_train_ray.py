@@ -75,7 +75,7 @@ def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     ray, workers = run.descendants(), run.ray_workers()
     run.process.kill()
     run.finish()
-    assert workers and not psutil.wait_procs(workers, timeout=LIMIT)[1]
+    assert workers and not psutil.wait_procs(workers, timeout=30)[1]
     for process in ray:  # Ray's agents stay for minutes
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -111,11 +111,11 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.finish() == 128 + signal.SIGINT
-    assert time.monotonic() - sent < 60
+    assert time.monotonic() - sent < 30
     (said,) = [line for line in run.text.splitlines() if "stopped by" in line]
     assert said.startswith(f"[driver] stopped by SIGINT: {tmp_path / 'run'}/checkpoint-")
     assert "--run-name run " in said and said.endswith("--resume")
-    psutil.wait_procs(ray, timeout=60)
+    psutil.wait_procs(ray, timeout=30)
     assert not [process for process in ray if process.is_running()]
 
 
@@ -132,7 +132,9 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
 ])  # fmt: skip
 def test_bad_input(args, words, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    started = time.monotonic()
     assert words in refused(0, tmp_path, *args, script=SCRIPT)
+    assert time.monotonic() - started < 60
 
 
 def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
