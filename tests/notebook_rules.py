@@ -517,7 +517,7 @@ def shared_definitions() -> dict[str, dict[str, str]]:
     found: dict[str, dict[str, str]] = {}
     for path in sorted((ROOT / "shared").glob("*.py")):
         for name, node in definitions(ast.parse(path.read_text())).items():
-            if not name.startswith("_") and path.stem != "checks":
+            if not name.startswith("_"):
                 found.setdefault(name, {})[path.name] = fingerprint(node)
     return found
 
@@ -535,7 +535,7 @@ def taught_as_shared(notebook: Notebook) -> Iterator[str]:
 
 
 def checks_called(cell: Cell) -> dict[str, ast.Call]:
-    """The exercise checks that a cell calls: name, such as exercise_1_2 -> the call."""
+    """The exercise checks that a cell calls: name, such as exercise_1_2a -> the call."""
     calls = (node for node in ast.walk(cell.python) if isinstance(node, ast.Call))
     return {call.func.attr: call for call in calls if dotted(call.func).startswith("checks.exercise_")}
 
@@ -563,13 +563,13 @@ def exercises(notebook: Notebook) -> Iterator[str]:
                 if any(isinstance(node, ast.Name) and node.id == name for node in later):
                     yield f"{cell} is an exercise, and a later cell depends on {name}"
         for name, call in calls.items():
-            number = name.removeprefix("exercise_").replace("_", ".")
+            number = name.removeprefix("exercise_").replace("_", ".")  # 1.2a is an exercise of lesson 1.2
             if not is_stub(before):
                 yield f"{cell} checks exercise {number}, and the cell before it is no stub"
             elif f"**{number}**" not in notebook.cells[position - 2].source:
                 yield f"{cell} checks exercise {number}, which the prose before its stub does not call **{number}**"
-            if number.partition(".")[0] != str(notebook.chapter):
-                yield f"{cell} checks exercise {number}, which is not of chapter {notebook.chapter}"
+            if number[:-1] != notebook.number:
+                yield f"{cell} checks exercise {number}, which is not of lesson {notebook.number}"
             if call.keywords:
                 yield f"{cell} must not end the lesson: call checks.{name} without strict"
     if not all_checks(notebook):

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from shared import checks
+from shared.checks import machinery
 
 
 def stub(*arguments):
@@ -36,18 +37,18 @@ def assert_rejects(check: Callable, answer, because: str, capsys) -> None:
     assert line == f"[  ] {caught.value}"
 
 
-@pytest.mark.parametrize("check", [checks.exercise_1_1, checks.exercise_1_2, checks.exercise_1_3])
+@pytest.mark.parametrize("check", [checks.exercise_1_1a, checks.exercise_1_1b, checks.exercise_1_1c])
 def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet: replace `raise NotImplementedError`", capsys)
 
 
 # --- 1.1: the mean loss over all samples -----------------------------------------------------------------------------
 
-RIGHT_1_1 = [
+RIGHT_1_1a = [
     lambda means, sizes: sum(mean * size for mean, size in zip(means, sizes, strict=True)) / sum(sizes),
     lambda means, sizes: torch.tensor(means).mul(torch.tensor(sizes)).sum() / sum(sizes),
 ]
-WRONG_1_1 = {
+WRONG_1_1a = {
     "a mean of means": (
         lambda means, sizes: sum(means) / len(means),
         "is 2, expected 1.14493. Each batch's mean stands",
@@ -64,14 +65,14 @@ WRONG_1_1 = {
 }
 
 
-@pytest.mark.parametrize("answer", RIGHT_1_1)
-def test_1_1_accepts(answer, capsys):
-    assert_accepts(checks.exercise_1_1, answer, capsys)
+@pytest.mark.parametrize("answer", RIGHT_1_1a)
+def test_1_1a_accepts(answer, capsys):
+    assert_accepts(checks.exercise_1_1a, answer, capsys)
 
 
-@pytest.mark.parametrize("what", WRONG_1_1)
-def test_1_1_rejects(what, capsys):
-    assert_rejects(checks.exercise_1_1, *WRONG_1_1[what], capsys)
+@pytest.mark.parametrize("what", WRONG_1_1a)
+def test_1_1a_rejects(what, capsys):
+    assert_rejects(checks.exercise_1_1a, *WRONG_1_1a[what], capsys)
 
 
 # --- 1.2: the gradient of a batch in parts ---------------------------------------------------------------------------
@@ -94,11 +95,11 @@ def right_loss(logits, labels, whole, parts):
     return F.cross_entropy(logits, labels, reduction="sum") / whole
 
 
-RIGHT_1_2 = [
+RIGHT_1_1b = [
     accumulated(right_loss),
     accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels) * len(labels) / whole),
 ]
-WRONG_1_2 = {
+WRONG_1_1b = {
     "means added up": (
         accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels)),
         "with parts of [4, 4, 4] the gradient is 3.000 times as long",
@@ -130,14 +131,14 @@ WRONG_1_2 = {
 }
 
 
-@pytest.mark.parametrize("answer", RIGHT_1_2)
-def test_1_2_accepts(answer, capsys):
-    assert_accepts(checks.exercise_1_2, answer, capsys)
+@pytest.mark.parametrize("answer", RIGHT_1_1b)
+def test_1_1b_accepts(answer, capsys):
+    assert_accepts(checks.exercise_1_1b, answer, capsys)
 
 
-@pytest.mark.parametrize("what", WRONG_1_2)
-def test_1_2_rejects(what, capsys):
-    assert_rejects(checks.exercise_1_2, *WRONG_1_2[what], capsys)
+@pytest.mark.parametrize("what", WRONG_1_1b)
+def test_1_1b_rejects(what, capsys):
+    assert_rejects(checks.exercise_1_1b, *WRONG_1_1b[what], capsys)
 
 
 # --- 1.3: the bytes of a checkpoint ----------------------------------------------------------------------------------
@@ -147,7 +148,7 @@ def weight_bytes(model) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
 
 
-WRONG_1_3 = {
+WRONG_1_1c = {
     "without Adam": (weight_bytes, "Adam keeps two more tensors"),
     "one moment": (lambda model: 2 * weight_bytes(model), "Adam keeps two more tensors"),
     "with gradients": (lambda model: 4 * weight_bytes(model), "the size for an MLP in torch.float32"),
@@ -159,14 +160,14 @@ WRONG_1_3 = {
 }
 
 
-def test_1_3_accepts(capsys):
-    assert_accepts(checks.exercise_1_3, lambda model: 3 * weight_bytes(model), capsys)
-    assert_accepts(checks.exercise_1_3, lambda model: 3 * weight_bytes(model) * 1.005, capsys)
+def test_1_1c_accepts(capsys):
+    assert_accepts(checks.exercise_1_1c, lambda model: 3 * weight_bytes(model), capsys)
+    assert_accepts(checks.exercise_1_1c, lambda model: 3 * weight_bytes(model) * 1.005, capsys)
 
 
-@pytest.mark.parametrize("what", WRONG_1_3)
-def test_1_3_rejects(what, capsys):
-    assert_rejects(checks.exercise_1_3, *WRONG_1_3[what], capsys)
+@pytest.mark.parametrize("what", WRONG_1_1c)
+def test_1_1c_rejects(what, capsys):
+    assert_rejects(checks.exercise_1_1c, *WRONG_1_1c[what], capsys)
 
 
 # --- scripts with several ranks --------------------------------------------------------------------------------------
@@ -188,8 +189,8 @@ def launched(tmp_path_factory):
         path = folder / f"{name}.py"
         path.write_text(SCRIPTS[name])
         try:
-            return checks.run_script(path, 2, "--flag", "two words")
-        except (NotImplementedError, checks.Wrong) as error:
+            return machinery.run_script(path, 2, "--flag", "two words")
+        except (NotImplementedError, machinery.Wrong) as error:
             return error
 
     with ThreadPoolExecutor() as pool:
@@ -202,7 +203,7 @@ def test_run_script_returns_what_each_rank_prints_in_the_order_of_ranks(launched
 
 def test_run_script_tells_a_stub_from_a_mistake(launched):
     assert isinstance(launched["stub"], NotImplementedError)
-    assert isinstance(launched["failing"], checks.Wrong)
+    assert isinstance(launched["failing"], machinery.Wrong)
     assert str(launched["failing"]).startswith("the script failed: ")
     assert "ValueError: 12 samples cannot be dealt" in str(launched["failing"])
 
@@ -213,7 +214,7 @@ def hanging(tmp_path, monkeypatch):
     launcher, rank = tmp_path / "launcher", tmp_path / "rank"
     launcher.write_text(f"#!/bin/sh\nsetsid sleep 600 &\necho $! > '{rank}'\nwait\n")
     launcher.chmod(launcher.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(checks.sys, "executable", str(launcher))
+    monkeypatch.setattr(machinery.sys, "executable", str(launcher))
     return rank
 
 
@@ -226,8 +227,8 @@ def assert_is_gone(pid: int) -> None:
 
 
 def test_run_script_cuts_a_hang_and_leaves_no_rank_behind(hanging):
-    with pytest.raises(checks.Wrong, match=r"it hangs: no end after 2 s\. Does every rank reach every collective\?"):
-        checks.run_script("hang.py", 1, timeout=2)
+    with pytest.raises(machinery.Wrong, match=r"it hangs: no end after 2 s\. Does every rank reach every collective\?"):
+        machinery.run_script("hang.py", 1, timeout=2)
     assert_is_gone(int(hanging.read_text()))
 
 
@@ -237,15 +238,15 @@ def test_an_interrupted_check_leaves_no_rank_behind(hanging, monkeypatch):
             time.sleep(0.05)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checks.subprocess.Popen, "communicate", interrupted)
+    monkeypatch.setattr(machinery.subprocess.Popen, "communicate", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        checks.run_script("hang.py", 1)
+        machinery.run_script("hang.py", 1)
     assert_is_gone(int(hanging.read_text()))
 
 
 def test_a_check_of_a_script_says_what_is_wrong_with_it(hanging, capsys):
-    @checks.exercise("9.9", "fine.")
+    @machinery.exercise("9.9", "fine.")
     def check(script):
-        checks.run_script(script, 1, timeout=0.5)
+        machinery.run_script(script, 1, timeout=0.5)
 
     assert_rejects(check, os.devnull, "not right yet: it hangs", capsys)

@@ -8,6 +8,7 @@ from test_checks import assert_accepts, assert_rejects, stub
 from torch.autograd.graph import saved_tensors_hooks
 
 from shared import checks
+from shared.checks import chapter_3
 
 STATE = {"DDP": (16, 0), "ZeRO-1": (4, 12), "ZeRO-2": (2, 14), "FSDP": (0, 16)}
 
@@ -18,8 +19,8 @@ def fine_tuning_bytes(frozen, trainable, strategy, gpus, state=STATE, shards=("F
     return weights + trainable * (whole + shared_out / gpus)
 
 
-def test_3_1_accepts(capsys):
-    assert_accepts(checks.exercise_3_1, fine_tuning_bytes, capsys)
+def test_3_1a_accepts(capsys):
+    assert_accepts(checks.exercise_3_1a, fine_tuning_bytes, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -30,8 +31,8 @@ def test_3_1_accepts(capsys):
     ("4 bytes each, and 12/8", lambda *call: fine_tuning_bytes(*call, state={**STATE, "ZeRO-1": (2, 14)})),
     ("should be a number", lambda *call: None),
 ])  # fmt: skip
-def test_3_1_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_1, answer, because, capsys)
+def test_3_1a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_1a, answer, because, capsys)
 
 
 def largest_batch(needed, limit, least=0):
@@ -47,8 +48,8 @@ def searched(needed, limit):
     return batch
 
 
-def test_3_2_accepts(capsys):
-    assert_accepts(checks.exercise_3_2, largest_batch, capsys)
+def test_3_1b_accepts(capsys):
+    assert_accepts(checks.exercise_3_1b, largest_batch, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -61,8 +62,8 @@ def test_3_2_accepts(capsys):
     ("a whole number", lambda needed, limit: largest_batch(needed, limit) + 0.5),
     ("a whole number", lambda needed, limit: None),
 ])  # fmt: skip
-def test_3_2_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_2, answer, because, capsys)
+def test_3_1b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_1b, answer, because, capsys)
 
 
 def saved_by_stage(model, images, apart=True, once=True, per_image=True, differences=True, remove=True):
@@ -88,8 +89,8 @@ def saved_by_stage(model, images, apart=True, once=True, per_image=True, differe
     return {name: (now - then) / count for (name, now), then in zip(so_far.items(), before, strict=False)}
 
 
-def test_3_3_accepts(capsys):
-    assert_accepts(checks.exercise_3_3, saved_by_stage, capsys)
+def test_3_1c_accepts(capsys):
+    assert_accepts(checks.exercise_3_1c, saved_by_stage, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -102,13 +103,13 @@ def test_3_3_accepts(capsys):
     ("with gradients enabled", lambda model, images: torch.no_grad()(saved_by_stage)(model, images)),
     ("with the children's names", lambda model, images: sum(saved_by_stage(model, images).values())),
 ])  # fmt: skip
-def test_3_3_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_3, answer, because, capsys)
+def test_3_1c_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_1c, answer, because, capsys)
 
 
-def test_3_3_counts_what_resnet_saves_of_an_image():
+def test_3_1c_counts_what_resnet_saves_of_an_image():
     """Stage by stage from the layers' shapes: group norm saves its input and statistics, ReLU its result."""
     model = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3, padding=1), torch.nn.ReLU(inplace=True), torch.nn.Flatten())
     model.append(torch.nn.Linear(256, 10))
-    saved = checks.bytes_saved_by_child(model, torch.randn(5, 1, 8, 8))
+    saved = chapter_3.bytes_saved_by_child(model, torch.randn(5, 1, 8, 8))
     assert saved == {"0": 4 * 64, "1": 4 * 4 * 64, "2": 0, "3": 0}  # the image; ReLU's result, which the last one takes

@@ -11,7 +11,7 @@ from test_checks import assert_accepts, assert_rejects, stub
 from shared import checks
 
 
-@pytest.mark.parametrize("check", [checks.exercise_3_4, checks.exercise_3_6])
+@pytest.mark.parametrize("check", [checks.exercise_3_2a, checks.exercise_3_2c])
 def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet", capsys)
 
@@ -42,8 +42,8 @@ def always_four_bytes(shape, dtype, world_size, rank):
     return slice_bytes(shape, dtype, world_size, rank) // dtype.itemsize * 4
 
 
-def test_3_4_accepts(capsys):
-    assert_accepts(checks.exercise_3_4, slice_bytes, capsys)
+def test_3_2a_accepts(capsys):
+    assert_accepts(checks.exercise_3_2a, slice_bytes, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
@@ -55,8 +55,8 @@ def test_3_4_accepts(capsys):
     (lambda *case: slice_bytes(*case) / case[1].itemsize, "A number of torch.float32 takes 4 bytes"),
     (lambda *case: None, "return a number of bytes, not None"),
 ])  # fmt: skip
-def test_3_4_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_4, answer, because, capsys)
+def test_3_2a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_2a, answer, because, capsys)
 
 
 # --- 3.5: a vision model, on two ranks -------------------------------------------------------------------------------
@@ -67,14 +67,14 @@ BY_BLOCK = f"{BLOCKS}for block in layer:\n            fully_shard(block)\n"
 ROOT = "    fully_shard(model)\n"
 
 
-def exercise_3_5(body, tmp_path):
+def exercise_3_2b(body, tmp_path):
     path = tmp_path / "exercise.py"
     path.write_text(IMPORT + body)
-    return checks.exercise_3_5(path, strict=True)
+    return checks.exercise_3_2b(path, strict=True)
 
 
-def test_3_5_accepts(tmp_path):
-    assert exercise_3_5(BY_BLOCK + ROOT, tmp_path)
+def test_3_2b_accepts(tmp_path):
+    assert exercise_3_2b(BY_BLOCK + ROOT, tmp_path)
 
 
 @pytest.mark.parametrize(("body", "because"), [
@@ -86,9 +86,9 @@ def test_3_5_accepts(tmp_path):
     (f"    fully_shard([*model.layer1, *model.layer2, *model.layer3, *model.layer4])\n{ROOT}", "3 all-gathers in a"),
     (BY_BLOCK.replace("(block)", "(block, reshard_after_forward=False)") + ROOT, "9 all-gathers in a step; block by"),
 ])  # fmt: skip
-def test_3_5_rejects(body, because, tmp_path):
+def test_3_2b_rejects(body, because, tmp_path):
     with pytest.raises(AssertionError, match=because):
-        exercise_3_5(body, tmp_path)
+        exercise_3_2b(body, tmp_path)
 
 
 # --- 3.6: collectives of a step --------------------------------------------------------------------------------------
@@ -110,8 +110,8 @@ def root_forgotten(num_blocks, micro_batches, reshard_blocks, reshard_root):
     return collectives(num_blocks, micro_batches, reshard_blocks, False)
 
 
-def test_3_6_accepts(capsys):
-    assert_accepts(checks.exercise_3_6, collectives, capsys)
+def test_3_2c_accepts(capsys):
+    assert_accepts(checks.exercise_3_2c, collectives, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
@@ -120,8 +120,8 @@ def test_3_6_accepts(capsys):
     (root_forgotten, "reshard_root=True) is (12, 6), you say (11, 6). Forward gathers every group"),
     (lambda *case: collectives(*case)[0], "should return two numbers, (all_gathers, reduce_scatters); yours is 11"),
 ])  # fmt: skip
-def test_3_6_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_6, answer, because, capsys)
+def test_3_2c_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_2c, answer, because, capsys)
 
 
 COUNT = """
@@ -152,7 +152,7 @@ print(json.dumps(seen))
 """
 
 
-def test_3_6_is_what_fsdp2_does():
+def test_3_2c_is_what_fsdp2_does():
     """By a fake process group: nothing is sent, everything is counted."""
     done = subprocess.run([sys.executable, "-c", COUNT], check=True, capture_output=True, text=True, timeout=120)
     for case, seen in json.loads(done.stdout):

@@ -4,6 +4,7 @@ import pytest
 from test_checks import assert_accepts, assert_rejects, stub
 
 from shared import checks
+from shared.checks import chapter_3
 
 
 def fill_in(settings, global_batch, accumulation, world_size, divide=True, agree=True, keep=True, whole=True):
@@ -11,7 +12,7 @@ def fill_in(settings, global_batch, accumulation, world_size, divide=True, agree
     if divide and rest:
         raise ValueError(f"{global_batch} is not divisible by {accumulation} x {world_size}")
     micro = micro if whole else global_batch / (accumulation * world_size)
-    batches = dict(zip(checks.BATCHES, (global_batch, micro, accumulation), strict=True))
+    batches = dict(zip(chapter_3.BATCHES, (global_batch, micro, accumulation), strict=True))
     for name, size in batches.items():
         if agree and settings.get(name, size) != size:
             raise ValueError(f"{name} is {settings[name]}, and must be {size}")
@@ -31,8 +32,8 @@ def undivided(settings, global_batch, accumulation, world_size):
     return {**fill_in(settings, global_batch, 1, world_size), "gradient_accumulation_steps": accumulation}
 
 
-def test_3_7_accepts(capsys):
-    assert_accepts(checks.exercise_3_7, fill_in, capsys)
+def test_3_3a_accepts(capsys):
+    assert_accepts(checks.exercise_3_3a, fill_in, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -48,8 +49,8 @@ def test_3_7_accepts(capsys):
     ("the settings say 32", lambda *call: fill_in(*call, agree=False)),
     ("the settings say 16 a rank", lambda s, *numbers: fill_in({k: s[k] for k in s if "micro" not in k}, *numbers)),
 ])  # fmt: skip
-def test_3_7_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_7, answer, because, capsys)
+def test_3_3a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_3a, answer, because, capsys)
 
 
 def kept_bytes(stage, precision, num_ranks, more_to_come, master_in_fp32=(1, 2, 3), whole_gradients=(0,), weights=(3,)):
@@ -63,8 +64,8 @@ def kept_bytes(stage, precision, num_ranks, more_to_come, master_in_fp32=(1, 2, 
     )
 
 
-def test_3_8_accepts(capsys):
-    assert_accepts(checks.exercise_3_8, kept_bytes, capsys)
+def test_3_3b_accepts(capsys):
+    assert_accepts(checks.exercise_3_3b, kept_bytes, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -77,19 +78,22 @@ def test_3_8_accepts(capsys):
     ("Weights, gradients, master copy, moments: 4 + 4 + 0 + 8", lambda *call: 12),
     ("should be a number", lambda *call: None),
 ])  # fmt: skip
-def test_3_8_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_8, answer, because, capsys)
+def test_3_3b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_3b, answer, because, capsys)
 
 
-def test_3_9_accepts(capsys):
-    assert_accepts(checks.exercise_3_9, checks.loss_scales, capsys)
+def test_3_3c_accepts(capsys):
+    assert_accepts(checks.exercise_3_3c, chapter_3.loss_scales, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
     ("not done yet", stub),
     ("one scale a step", lambda *call: None),
     ("the scales are 8, 8, 8, 8, 16, 16", lambda overflows, scale, *rest: [scale] * len(overflows)),
-    *((words, lambda *call, fault=fault: checks.loss_scales(*call, fault)) for fault, words in checks.FAULTS.items()),
+    *(
+        (words, lambda *call, fault=fault: chapter_3.loss_scales(*call, fault))
+        for fault, words in chapter_3.FAULTS.items()
+    ),
 ])  # fmt: skip
-def test_3_9_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_9, answer, because, capsys)
+def test_3_3c_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_3c, answer, because, capsys)

@@ -18,8 +18,8 @@ def bytes_sent(strategy, num_parameters, num_gpus, accumulation, passes=None, ow
     return 2 * ring * (passes or 1) if strategy == "ddp" else 3 * ring * (passes or accumulation)
 
 
-def test_3_10_accepts(capsys):
-    assert_accepts(checks.exercise_3_10, choose, capsys)
+def test_3_4a_accepts(capsys):
+    assert_accepts(checks.exercise_3_4a, choose, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -32,12 +32,12 @@ def test_3_10_accepts(capsys):
     ("is ('ddp', 1); it should be", lambda *args: ("ddp", 1)),
     ("just fitting is enough", lambda parameters, gpus, memory, more: choose(parameters, gpus, memory - 1, more)),
 ])  # fmt: skip
-def test_3_10_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_10, answer, because, capsys)
+def test_3_4a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_4a, answer, because, capsys)
 
 
-def test_3_11_accepts(capsys):
-    assert_accepts(checks.exercise_3_11, bytes_sent, capsys)
+def test_3_4b_accepts(capsys):
+    assert_accepts(checks.exercise_3_4b, bytes_sent, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -47,5 +47,5 @@ def test_3_11_accepts(capsys):
     ("does not send its own part", lambda *args: bytes_sent(*args, own=1)),
     ("should be a number", lambda *args: None),
 ])  # fmt: skip
-def test_3_11_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_11, answer, because, capsys)
+def test_3_4b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_4b, answer, because, capsys)

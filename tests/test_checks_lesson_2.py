@@ -39,7 +39,7 @@ def counted_from_one(order, rank, world_size, batch_size, k):
 
 
 @pytest.mark.parametrize(
-    ("check", "answer"), [(checks.exercise_1_4, bytes_sent), (checks.exercise_1_5, samples_of)]
+    ("check", "answer"), [(checks.exercise_1_2a, bytes_sent), (checks.exercise_1_2b, samples_of)]
 )  # fmt: skip
 def test_right_answer_is_accepted(check, answer):
     assert check(answer, strict=True)
@@ -48,26 +48,26 @@ def test_right_answer_is_accepted(check, answer):
 @pytest.mark.parametrize(
     ("check", "answer", "help_in_message"),
     [
-        (checks.exercise_1_4, stub, "not done yet"),
-        (checks.exercise_1_4, lambda model, n: 2 * gradient_bytes(model), "a ring of 2 sends 1 times as many"),
-        (checks.exercise_1_4, lambda model, n: (n - 1) / n * gradient_bytes(model), "a ring of 2 sends 1 times"),
-        (checks.exercise_1_4, lambda model, n: (n - 1) * gradient_bytes(model), "a ring of 4 sends 1.5 times"),
+        (checks.exercise_1_2a, stub, "not done yet"),
+        (checks.exercise_1_2a, lambda model, n: 2 * gradient_bytes(model), "a ring of 2 sends 1 times as many"),
+        (checks.exercise_1_2a, lambda model, n: (n - 1) / n * gradient_bytes(model), "a ring of 2 sends 1 times"),
+        (checks.exercise_1_2a, lambda model, n: (n - 1) * gradient_bytes(model), "a ring of 4 sends 1.5 times"),
         (
-            checks.exercise_1_4,
+            checks.exercise_1_2a,
             lambda model, n: 2 * (n - 1) / n * 4 * sum(p.numel() for p in model.parameters()),
             "for an MLP in float64",
         ),
         (
-            checks.exercise_1_4,
+            checks.exercise_1_2a,
             lambda model, n: 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters()),
             "whose first layer is frozen",
         ),
-        (checks.exercise_1_4, lambda model, n: None, "should be a number"),
-        (checks.exercise_1_5, stub, "not done yet"),
-        (checks.exercise_1_5, cut_in_blocks, "deal the samples in turn"),
-        (checks.exercise_1_5, batch_per_rank, "a full batch of 8 is 4 samples"),
-        (checks.exercise_1_5, counted_from_one, "The first one is k = 0"),
-        (checks.exercise_1_5, lambda order, *_: None, "return a list"),
+        (checks.exercise_1_2a, lambda model, n: None, "should be a number"),
+        (checks.exercise_1_2b, stub, "not done yet"),
+        (checks.exercise_1_2b, cut_in_blocks, "deal the samples in turn"),
+        (checks.exercise_1_2b, batch_per_rank, "a full batch of 8 is 4 samples"),
+        (checks.exercise_1_2b, counted_from_one, "The first one is k = 0"),
+        (checks.exercise_1_2b, lambda order, *_: None, "return a list"),
     ],
 )
 def test_wrong_answer_is_rejected_with_help(check, answer, help_in_message, capsys):
@@ -90,7 +90,7 @@ def test_global_accuracy_accepts_the_right_answer(tmp_path):
         dist.all_reduce(counts)
         return (counts[0] / counts[1]).item()
     """
-    assert checks.exercise_1_6(exercise_file(tmp_path, body), strict=True)
+    assert checks.exercise_1_2c(exercise_file(tmp_path, body), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -116,5 +116,5 @@ def test_global_accuracy_accepts_the_right_answer(tmp_path):
     ],
 )
 def test_global_accuracy_rejects_wrong_answers_with_help(body, help_in_message, tmp_path, capsys):
-    assert checks.exercise_1_6(exercise_file(tmp_path, body)) is False
+    assert checks.exercise_1_2c(exercise_file(tmp_path, body)) is False
     assert help_in_message in capsys.readouterr().out

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shared import checks
+from shared.checks import chapter_1
 
 LESSON = Path(__file__).parents[1] / "01-ddp-pytorch-only" / "03_distributed_data_parallel.ipynb"
 
@@ -45,7 +46,7 @@ def dealt_then_shuffled(num_samples, world_size, rank, seed, epoch):
 
 
 @pytest.mark.parametrize(
-    ("check", "answer"), [(checks.exercise_1_7, local_loss), (checks.exercise_1_8, my_samples)]
+    ("check", "answer"), [(checks.exercise_1_3a, local_loss), (checks.exercise_1_3b, my_samples)]
 )  # fmt: skip
 def test_right_answer_is_accepted(check, answer):
     assert check(answer, strict=True)
@@ -54,54 +55,54 @@ def test_right_answer_is_accepted(check, answer):
 @pytest.mark.parametrize(
     ("check", "answer", "help_in_message"),
     [
-        (checks.exercise_1_7, stub, "not done yet"),
+        (checks.exercise_1_3a, stub, "not done yet"),
         (
-            checks.exercise_1_7,
+            checks.exercise_1_3a,
             lambda losses, n, world_size: losses.mean(),
             r"7 samples dealt 4 \+ 3.* sum of this rank",
         ),
-        (checks.exercise_1_7, lambda losses, n, world_size: losses.sum() / n, "multiply by it"),
+        (checks.exercise_1_3a, lambda losses, n, world_size: losses.sum() / n, "multiply by it"),
         (
-            checks.exercise_1_7,
+            checks.exercise_1_3a,
             lambda losses, n, world_size: losses.mean() * len(losses) / n * world_size,
             r"1 samples? dealt 1 \+ 0.* not a number",
         ),
         (
-            checks.exercise_1_7,
+            checks.exercise_1_3a,
             lambda losses, n, world_size: losses.sum().item() / n * world_size,
             "a tensor that backward",
         ),
-        (checks.exercise_1_7, lambda losses, n, world_size: losses / n * world_size, "one number a rank"),
+        (checks.exercise_1_3a, lambda losses, n, world_size: losses / n * world_size, "one number a rank"),
         (
-            checks.exercise_1_7,
+            checks.exercise_1_3a,
             lambda losses, n, world_size: losses.sum() / n * world_size if len(losses) else torch.tensor(0.0),
             r"1 samples dealt 1 \+ 0, rank 1 has tensor\(0\.\)",
         ),
-        (checks.exercise_1_8, stub, "not done yet"),
-        (checks.exercise_1_8, lambda n, world_size, rank, seed, epoch: None, "a list of sample numbers"),
+        (checks.exercise_1_3b, stub, "not done yet"),
+        (checks.exercise_1_3b, lambda n, world_size, rank, seed, epoch: None, "a list of sample numbers"),
         (
-            checks.exercise_1_8,
+            checks.exercise_1_3b,
             lambda n, world_size, rank, seed, epoch: torch.randperm(n).tolist()[rank::world_size],
             "asked twice",
         ),
         (
-            checks.exercise_1_8,
+            checks.exercise_1_3b,
             lambda n, world_size, rank, seed, epoch: shuffled(n, seed + epoch + 100 * rank)[rank::world_size],
             "must not depend on the rank",
         ),
         (
-            checks.exercise_1_8,
+            checks.exercise_1_3b,
             lambda n, world_size, rank, seed, epoch: shuffled(n, seed)[rank::world_size],
             "epoch 1 has the same order as epoch 0",
         ),
         (
-            checks.exercise_1_8,
+            checks.exercise_1_3b,
             lambda n, world_size, rank, seed, epoch: shuffled(n, seed * epoch)[rank::world_size],
             "seeds 7 and 8 give the same order",
         ),
-        (checks.exercise_1_8, padded, "1 sample.s. go to two ranks: no padding"),
-        (checks.exercise_1_8, tail_dropped, "3 sample.s. go to no rank"),
-        (checks.exercise_1_8, dealt_then_shuffled, "shuffle first, then deal"),
+        (checks.exercise_1_3b, padded, "1 sample.s. go to two ranks: no padding"),
+        (checks.exercise_1_3b, tail_dropped, "3 sample.s. go to no rank"),
+        (checks.exercise_1_3b, dealt_then_shuffled, "shuffle first, then deal"),
     ],
 )
 def test_wrong_answer_gets_help(check, answer, help_in_message):
@@ -109,7 +110,7 @@ def test_wrong_answer_gets_help(check, answer, help_in_message):
         check(answer, strict=True)
 
 
-# --- exercise 1.9: what the two ranks report -------------------------------------------------------------------------
+# --- exercise 1.3c: what the two ranks report -------------------------------------------------------------------------
 
 ORDERS = [shuffled(1280, epoch) for epoch in (0, 1)]
 RIGHT = [[True] * 100 + [False] * 28, [True] * 90 + [False] * 37]  # of 128 and 127 images
@@ -124,19 +125,19 @@ def reports(accuracies, orders=ORDERS):
     ]
 
 
-def exercise_1_9(written, monkeypatch):
+def exercise_1_3c(written, monkeypatch):
     """Run the check as if its two ranks had written these reports."""
 
     def run_script(script, nproc, folder, timeout):
         for rank, report in enumerate(written):
             Path(folder, f"rank-{rank}.json").write_text(json.dumps(report))
 
-    monkeypatch.setattr(checks, "run_script", run_script)
-    return checks.exercise_1_9("exercise.py", strict=True)
+    monkeypatch.setattr(chapter_1, "run_script", run_script)
+    return checks.exercise_1_3c("exercise.py", strict=True)
 
 
 def test_right_report_is_accepted(monkeypatch):
-    assert exercise_1_9(reports([ACCURACY, ACCURACY]), monkeypatch)
+    assert exercise_1_3c(reports([ACCURACY, ACCURACY]), monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +157,7 @@ def test_right_report_is_accepted(monkeypatch):
 )
 def test_wrong_report_gets_help(written, help_in_message, monkeypatch):
     with pytest.raises(AssertionError, match=help_in_message):
-        exercise_1_9(written, monkeypatch)
+        exercise_1_3c(written, monkeypatch)
 
 
 def run_lesson_script(changes: dict[str, str], tmp_path: Path, monkeypatch) -> bool:
@@ -170,7 +171,7 @@ def run_lesson_script(changes: dict[str, str], tmp_path: Path, monkeypatch) -> b
         script = script.replace(old, new)
     path = tmp_path / "exercise.py"
     path.write_text(script)
-    return checks.exercise_1_9(path, strict=True)
+    return checks.exercise_1_3c(path, strict=True)
 
 
 STUB = 'raise NotImplementedError("mend the two bugs below, then delete this line")'

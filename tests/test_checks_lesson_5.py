@@ -38,10 +38,10 @@ def changed(old: str, new: str):
 
 
 def test_right_answers_are_accepted():
-    assert checks.exercise_1_13((place_of, rank_of), strict=True)
-    assert checks.exercise_1_13((lambda rank, processes: tuple(place_of(rank, processes)), rank_of), strict=True)
-    assert checks.exercise_1_13((lambda rank, processes: list(place_of(rank, processes)), rank_of), strict=True)
-    assert checks.exercise_1_14(node_command, strict=True)
+    assert checks.exercise_1_5a((place_of, rank_of), strict=True)
+    assert checks.exercise_1_5a((lambda rank, processes: tuple(place_of(rank, processes)), rank_of), strict=True)
+    assert checks.exercise_1_5a((lambda rank, processes: list(place_of(rank, processes)), rank_of), strict=True)
+    assert checks.exercise_1_5b(node_command, strict=True)
 
 
 @pytest.mark.parametrize("per_node", ["--nproc_per_node={}", "--nproc-per-node={}"])
@@ -53,7 +53,7 @@ def test_other_spellings_of_the_command_are_accepted(per_node):
             hosts[node], "train_ddp.py", *arguments,
         ]  # fmt: skip
 
-    assert checks.exercise_1_14(answer, strict=True)
+    assert checks.exercise_1_5b(answer, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_other_spellings_of_the_command_are_accepted(per_node):
 )
 def test_wrong_places_are_rejected_with_help(answer, help_in_message, capsys):
     with pytest.raises(AssertionError) as error:
-        checks.exercise_1_13(answer, strict=True)
+        checks.exercise_1_5a(answer, strict=True)
     assert help_in_message in str(error.value)
-    assert checks.exercise_1_13(answer) is False
+    assert checks.exercise_1_5a(answer) is False
     assert help_in_message in capsys.readouterr().out
 
 
@@ -100,7 +100,7 @@ def test_wrong_places_are_rejected_with_help(answer, help_in_message, capsys):
 )
 def test_wrong_commands_are_rejected_with_help(answer, help_in_message, capsys):
     with pytest.raises(AssertionError) as error:
-        checks.exercise_1_14(answer, strict=True)
+        checks.exercise_1_5b(answer, strict=True)
     assert help_in_message in str(error.value)
-    assert checks.exercise_1_14(answer) is False
+    assert checks.exercise_1_5b(answer) is False
     assert help_in_message in capsys.readouterr().out

@@ -11,7 +11,7 @@ from torch.utils.data import DistributedSampler
 from shared import checks, data
 
 
-@pytest.mark.parametrize("check", [checks.exercise_2_1, checks.exercise_2_2, checks.exercise_2_3])
+@pytest.mark.parametrize("check", [checks.exercise_2_1a, checks.exercise_2_1b, checks.exercise_2_1c])
 def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet", capsys)
 
@@ -42,8 +42,8 @@ def rounded_down(num_workers, num_gpus, global_batch):
     }
 
 
-def test_2_1_accepts(capsys):
-    assert_accepts(checks.exercise_2_1, plan, capsys)
+def test_2_1a_accepts(capsys):
+    assert_accepts(checks.exercise_2_1a, plan, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
@@ -55,8 +55,8 @@ def test_2_1_accepts(capsys):
     (lambda *sizes: plan(*sizes)[0], "should return a ScalingConfig and a dict"),
     (lambda *sizes: (plan(*sizes)[0], 16), 'should return a train_loop_config with a "batch_size"; yours is 16'),
 ])  # fmt: skip
-def test_2_1_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_1, answer, because, capsys)
+def test_2_1a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_1a, answer, because, capsys)
 
 
 # --- 2.2: the epoch's order on any number of workers -----------------------------------------------------------------
@@ -83,8 +83,8 @@ def only_on_several_workers(loader, epoch):
 
 
 @pytest.mark.parametrize("answer", [start_epoch, start_epoch_by_attribute])
-def test_2_2_accepts(answer, capsys):
-    assert_accepts(checks.exercise_2_2, answer, capsys)
+def test_2_1b_accepts(answer, capsys):
+    assert_accepts(checks.exercise_2_1b, answer, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
@@ -93,8 +93,8 @@ def test_2_2_accepts(answer, capsys):
     (only_ours, "with Ray's own sampler, a DistributedSampler it should be epoch 1, and is 0: call its set_epoch"),
     (only_on_several_workers, "with our own sampler on one worker it should be epoch 1, and is 0"),
 ])  # fmt: skip
-def test_2_2_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_2, answer, because, capsys)
+def test_2_1b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_1b, answer, because, capsys)
 
 
 # --- 2.3: the best checkpoint ----------------------------------------------------------------------------------------
@@ -117,8 +117,8 @@ def by_loss(result):
     best_weights,
     lambda result: weights_in(result.get_best_checkpoint("val_accuracy", "max")),
 ])  # fmt: skip
-def test_2_3_accepts(answer, capsys):
-    assert_accepts(checks.exercise_2_3, answer, capsys)
+def test_2_1c_accepts(answer, capsys):
+    assert_accepts(checks.exercise_2_1c, answer, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
@@ -128,5 +128,5 @@ def test_2_3_accepts(answer, capsys):
     (lambda result: result.best_checkpoints[1][0], "a state dict; yours is a Checkpoint"),
     (lambda result: None, "a state dict; yours is a NoneType"),
 ])  # fmt: skip
-def test_2_3_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_3, answer, because, capsys)
+def test_2_1c_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_1c, answer, because, capsys)

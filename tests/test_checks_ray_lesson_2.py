@@ -9,7 +9,7 @@ from test_checks import assert_accepts, assert_rejects, stub
 from shared import checks
 
 
-@pytest.mark.parametrize("check", [checks.exercise_2_4, checks.exercise_2_5])
+@pytest.mark.parametrize("check", [checks.exercise_2_2a, checks.exercise_2_2b])
 def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet", capsys)
 
@@ -46,8 +46,8 @@ def whole_samples(plain, cluster):
 
 
 @pytest.mark.parametrize("answer", [break_even, whole_samples])
-def test_2_4_accepts(answer, capsys):
-    assert_accepts(checks.exercise_2_4, answer, capsys)
+def test_2_2a_accepts(answer, capsys):
+    assert_accepts(checks.exercise_2_2a, answer, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
@@ -57,8 +57,8 @@ def test_2_4_accepts(answer, capsys):
     (seconds_instead, "is 50, expected 6400"),
     (lambda plain, cluster: None, "should be a number, and is None"),
 ])  # fmt: skip
-def test_2_4_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_4, answer, because, capsys)
+def test_2_2a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_2a, answer, because, capsys)
 
 
 # --- 2.5: the rank that stands elsewhere -----------------------------------------------------------------------------
@@ -91,8 +91,8 @@ def other_than_rank_zero(stacks):
     return [rank for rank in places if places[rank] != places[0]]
 
 
-def test_2_5_accepts(capsys):
-    assert_accepts(checks.exercise_2_5, odd_ranks, capsys)
+def test_2_2b_accepts(capsys):
+    assert_accepts(checks.exercise_2_2b, odd_ranks, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
@@ -103,5 +103,5 @@ def test_2_5_accepts(capsys):
     (lambda stacks: odd_ranks(stacks)[::-1], "(two of six): expected [0, 5], you say [5, 0]. Sort them."),
     (lambda stacks: None, "return a list of ranks, not None"),
 ])  # fmt: skip
-def test_2_5_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_5, answer, because, capsys)
+def test_2_2b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_2b, answer, because, capsys)

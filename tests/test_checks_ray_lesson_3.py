@@ -74,8 +74,8 @@ class Widens(Shift):
         return super().image(batch).astype(np.float64)
 
 
-def test_2_6_accepts(capsys):
-    assert_accepts(checks.exercise_2_6, Shift, capsys)
+def test_2_3a_accepts(capsys):
+    assert_accepts(checks.exercise_2_3a, Shift, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -89,8 +89,8 @@ def test_2_6_accepts(capsys):
     ("moved by -2 to 2 columns", UpAndDown),
     ("float64", Widens),
 ])  # fmt: skip
-def test_2_6_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_6, answer, because, capsys)
+def test_2_3a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_3a, answer, because, capsys)
 
 
 def plan_steps(rows: list[int], batch_size: int) -> list[list[int]]:
@@ -113,8 +113,8 @@ def dealt_again(rows, batch_size):
     return plan_steps([sum(rows) // len(rows)] * len(rows), batch_size)
 
 
-def test_2_7_accepts(capsys):
-    assert_accepts(checks.exercise_2_7, plan_steps, capsys)
+def test_2_3b_accepts(capsys):
+    assert_accepts(checks.exercise_2_3b, plan_steps, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -124,8 +124,8 @@ def test_2_7_accepts(capsys):
     ("with [10, 7] rows", dealt_again),
     ("a list of steps", lambda rows, batch_size: rows),
 ])  # fmt: skip
-def test_2_7_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_7, answer, because, capsys)
+def test_2_3b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_3b, answer, because, capsys)
 
 
 def class_named(name: str, source: str) -> str:

@@ -18,8 +18,8 @@ def best_only(scores, num_to_keep, order):
     return sorted(range(len(scores)), key=lambda number: scores[number])[-num_to_keep:]
 
 
-def test_2_8_accepts(capsys):
-    assert_accepts(checks.exercise_2_8, kept_reports, capsys)
+def test_2_4a_accepts(capsys):
+    assert_accepts(checks.exercise_2_4a, kept_reports, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -30,8 +30,8 @@ def test_2_8_accepts(capsys):
     ("is [1, 2, 3]; you say", lambda scores, keep, order: [*range(len(scores))][-keep:]),
     ("a list of numbers", lambda scores, keep, order: None),
 ])  # fmt: skip
-def test_2_8_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_8, answer, because, capsys)
+def test_2_4a_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_4a, answer, because, capsys)
 
 
 def load_weights(model, path, weights_only=True, strict=True, strip=str.removeprefix, ready=True):
@@ -42,8 +42,8 @@ def load_weights(model, path, weights_only=True, strict=True, strip=str.removepr
     return model.eval() if ready else model
 
 
-def test_2_9_accepts(capsys):
-    assert_accepts(checks.exercise_2_9, load_weights, capsys)
+def test_2_4b_accepts(capsys):
+    assert_accepts(checks.exercise_2_4b, load_weights, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -56,5 +56,5 @@ def test_2_9_accepts(capsys):
     ("weights_only=True", lambda m, p: load_weights(m, p, weights_only=False)),
     ("return the model", lambda m, p: load_weights(m, p) and None),
 ])  # fmt: skip
-def test_2_9_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_9, answer, because, capsys)
+def test_2_4b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_2_4b, answer, because, capsys)

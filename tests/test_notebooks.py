@@ -65,13 +65,12 @@ def test_lessons_are_numbered_without_gaps():
         assert numbers == list(range(1, len(numbers) + 1))
 
 
-def test_every_check_belongs_to_exactly_one_lesson_and_is_numbered_in_order():
+def test_every_check_belongs_to_exactly_one_lesson_and_is_lettered_in_order():
     used = [name for path in rules.lessons() for name in rules.all_checks(Notebook(path))]
     assert sorted(used) == sorted(name for name in vars(checks) if name.startswith("exercise_"))
-    numbers = [tuple(map(int, name.split("_")[1:])) for name in used]
-    for chapter in {chapter for chapter, _ in numbers}:
-        of_chapter = [number for which, number in numbers if which == chapter]
-        assert of_chapter == list(range(1, len(of_chapter) + 1))
+    for path in rules.lessons():
+        letters = "".join(name[-1] for name in rules.all_checks(Notebook(path)))
+        assert "abcdefgh".startswith(letters)
 
 
 def test_every_check_has_a_test_with_wrong_answers():
@@ -111,9 +110,9 @@ LESSON = [
     "%%CODE\n%%bash\ntorchrun --standalone \\\n  --nproc-per-node 2 runs/lesson-3-1/hello.py > runs/lesson-3-1/out.txt",
     "The size of a local batch, as in `shared/data.py`.",
     "%%CODE\n%%time\nassert EPOCHS > 0\nassert 1 + 1 == 2\nassert FOLDER.startswith('runs')",
-    "**3.1** Give the answer.\n\n<details><summary>Hint</summary>\n\nIt is 42.\n</details>",
+    "**3.1a** Give the answer.\n\n<details><summary>Hint</summary>\n\nIt is 42.\n</details>",
     "%%CODE\ndef answer():\n    raise NotImplementedError",
-    "%%CODE\nchecks.exercise_3_1(answer);",
+    "%%CODE\nchecks.exercise_3_1a(answer);",
     """\
 ## What you have now
 
@@ -124,8 +123,8 @@ Rules. This lesson wrote only to `runs/lesson-3-1/`.
 SOLUTION = [
     "# Solutions to 3.1 A small lesson\n\nOf [the lesson](../01_small.ipynb).",
     "%%CODE\nfrom shared import checks",
-    "**3.1** The answer:",
-    "%%CODE\ndef answer():\n    return 42\n\n\nchecks.exercise_3_1(answer, strict=True)",
+    "**3.1a** The answer:",
+    "%%CODE\ndef answer():\n    return 42\n\n\nchecks.exercise_3_1a(answer, strict=True)",
     "Back to [lesson 3.1](../01_small.ipynb).",
 ]
 
@@ -364,10 +363,10 @@ BROKEN_LESSONS = [
     (exercises, "solved", edit("raise NotImplementedError", "return 42"), "the cell before it is no stub"),
     (exercises, "no hint", edit("<details>", "<p>"), "no hint in <details>"),
     (exercises, "hint without a summary", edit("<summary>Hint</summary>", ""), "no hint in <details>"),
-    (exercises, "not named", edit("**3.1** Give", "Give"), "does not call **3.1**"),
-    (exercises, "of another chapter", lambda path: (
-        edit("exercise_3_1", "exercise_2_1")(path), edit("**3.1** Give", "**2.1** Give")(path)
-    ), "not of chapter 3"),
+    (exercises, "not named", edit("**3.1a** Give", "Give"), "does not call **3.1a**"),
+    (exercises, "of another lesson", lambda path: (
+        edit("exercise_3_1a", "exercise_3_2a")(path), edit("**3.1a** Give", "**3.2a** Give")(path)
+    ), "not of lesson 3.1"),
     (exercises, "strict", edit("(answer);", "(answer, strict=True)"), "must not end the lesson"),
     (exercises, "no leaf", code("answer() + 1", at=12), "a later cell depends on answer"),
     (exercises, "stub in a script", code(
@@ -382,8 +381,8 @@ BROKEN_SOLUTIONS = [
     (solves_its_lesson, "lax", edit(", strict=True", ""), "a wrong solution would pass"),
     (solves_its_lesson, "strict=False", edit("strict=True", "strict=False"), "a wrong solution would pass"),
     (solves_its_lesson, "unsolved", edit("return 42", "raise NotImplementedError"), "is not solved"),
-    (solves_its_lesson, "missing", delete(3), "the lesson has exercise_3_1, the solutions "),
-    (solves_its_lesson, "another", edit("exercise_3_1", "exercise_3_2"), "the solutions exercise_3_2"),
+    (solves_its_lesson, "missing", delete(3), "the lesson has exercise_3_1a, the solutions "),
+    (solves_its_lesson, "another", edit("exercise_3_1a", "exercise_3_1b"), "the solutions exercise_3_1b"),
     (plain_file, "outputs", cell(1, outputs=[{"output_type": "stream", "text": "hi"}]), "has outputs"),
 ]  # fmt: skip
 

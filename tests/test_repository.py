@@ -12,8 +12,9 @@ import pytest
 from diffs import readmes, with_fresh_diffs
 from notebook_rules import ROOT, dead_links, repository_files
 
-CODE_LINES_IN_SHARED = 1_250
-SHARED = sorted((ROOT / "shared").glob("*.py"))
+# Raising one of these is a decision, not a repair. Without the exercise checks, the figures and the machine check:
+CODE_LINES_IN_SHARED = 1_200
+SHARED = sorted((ROOT / "shared").rglob("*.py"))
 
 
 def text_of(path: Path) -> str:
@@ -130,7 +131,10 @@ def test_what_shared_offers_is_documented(path):
 
 
 def test_shared_stays_small():
-    counted = {path.name: code_lines(path.read_text()) for path in SHARED if path.name != "checks.py"}
+    apart = ("plots.py", "doctor.py")
+    counted = {
+        path.name: code_lines(path.read_text()) for path in (ROOT / "shared").glob("*.py") if path.name not in apart
+    }
     assert sum(counted.values()) <= CODE_LINES_IN_SHARED, counted
 
 

@@ -1,0 +1,45 @@
+"""The exercise checks: `checks.exercise_1_2a(answer)` is exercise 1.2a, the first one of lesson 1.2.
+
+In a lesson a check prints what is still wrong; with `strict=True`, as in the solutions, it raises AssertionError.
+"""
+
+from shared.checks.chapter_1 import (  # noqa: F401
+    exercise_1_1a,
+    exercise_1_1b,
+    exercise_1_1c,
+    exercise_1_2a,
+    exercise_1_2b,
+    exercise_1_2c,
+    exercise_1_3a,
+    exercise_1_3b,
+    exercise_1_3c,
+    exercise_1_4a,
+    exercise_1_4b,
+    exercise_1_4c,
+    exercise_1_5a,
+    exercise_1_5b,
+)
+from shared.checks.chapter_2 import (  # noqa: F401
+    exercise_2_1a,
+    exercise_2_1b,
+    exercise_2_1c,
+    exercise_2_2a,
+    exercise_2_2b,
+    exercise_2_3a,
+    exercise_2_3b,
+    exercise_2_4a,
+    exercise_2_4b,
+)
+from shared.checks.chapter_3 import (  # noqa: F401
+    exercise_3_1a,
+    exercise_3_1b,
+    exercise_3_1c,
+    exercise_3_2a,
+    exercise_3_2b,
+    exercise_3_2c,
+    exercise_3_3a,
+    exercise_3_3b,
+    exercise_3_3c,
+    exercise_3_4a,
+    exercise_3_4b,
+)

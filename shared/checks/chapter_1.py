@@ -1,0 +1,389 @@
+"""The exercise checks of chapter 1: DDP with plain PyTorch."""
+
+import argparse
+import contextlib
+import copy
+import io
+import json
+import math
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.run import get_args_parser
+
+from shared import models
+from shared.checks.machinery import Wrong, exercise, expect_close, run_script
+
+# --- Lesson 1.1: one process ---------------------------------------------------------------------------------------
+
+
+@exercise("1.1a", "a mean over samples, not a mean of means.")
+def exercise_1_1a(mean_loss: Callable[[list[float], list[int]], float]) -> None:
+    """mean_loss(batch_means, batch_sizes) -> the mean loss over all samples."""
+    hint = "Each batch's mean stands for as many samples as the batch holds: weight it by them."
+    expect_close(mean_loss([1.0, 3.0], [4, 4]), 2.0, "the mean of two batches of 4 with means 1 and 3", hint=hint)
+    expect_close(
+        mean_loss([1.0, 3.0], [64, 5]), 79 / 69, "the mean of batches of 64 and 5 with means 1 and 3", hint=hint
+    )
+    expect_close(mean_loss([0.5, 2.0, 7.0], [10, 20, 0]), 1.5, "the mean where one batch is empty", hint=hint)
+
+
+@exercise("1.1b", "parts of a batch, added up, are the batch: the idea that all data parallelism rests on.")
+def exercise_1_1b(accumulate: Callable) -> None:
+    """accumulate(model, images, labels, parts) leaves in .grad the gradient of the mean loss over the whole batch."""
+    torch.manual_seed(0)
+    model = models.MLP(input_dim=64, hidden_dim=16, dropout=0.0).double()
+    images, labels = torch.randn(12, 1, 8, 8, dtype=torch.float64), torch.randint(0, 10, (12,))
+    F.cross_entropy(model(images), labels).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    for sizes in ([12], [4, 4, 4], [6, 5, 1]):
+        candidate = copy.deepcopy(model)
+        candidate.zero_grad()
+        calls = []
+        next(candidate.parameters()).register_post_accumulate_grad_hook(calls.append)
+        accumulate(candidate, images, labels, sizes)
+        for parameter, reference in zip(candidate.parameters(), expected, strict=True):
+            if parameter.grad is None:
+                raise Wrong("a parameter has no .grad afterwards: call backward() for every part")
+            if not torch.allclose(parameter.grad, reference, rtol=1e-9, atol=1e-12):
+                ratio = (parameter.grad.norm() / reference.norm()).item()
+                raise Wrong(
+                    f"with parts of {sizes} the gradient is {ratio:.3f} times as long as the whole batch's. "
+                    "backward() adds to .grad, so divide each part's SUM of losses by the size of the whole batch"
+                )
+        if len(calls) != len(sizes):  # the right gradient, but the whole batch was held at once
+            raise Wrong(f"{len(sizes)} parts, and backward() ran {len(calls)} time(s): call it for each part by itself")
+
+
+@exercise("1.1c", "weights once and Adam's two moments: three times the weights.")
+def exercise_1_1c(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
+    """checkpoint_bytes(model) -> the bytes of a checkpoint of the model and its Adam state, within 1 %."""
+    for model in (models.MLP(), models.MLP(input_dim=64, hidden_dim=300).double()):
+        optimizer = torch.optim.Adam(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        file = io.BytesIO()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        dtype = next(model.parameters()).dtype
+        expect_close(
+            checkpoint_bytes(model), file.tell(), f"the size for an MLP in {dtype}", tolerance=0.01,
+            hint="Adam keeps two more tensors of each parameter's size; element_size() gives the bytes of one number.",
+        )  # fmt: skip
+
+
+# --- Lesson 1.2: ranks and collectives ------------------------------------------------------------------------------
+
+
+@exercise("1.2a", "2(N-1)/N times the gradients: less than twice, however many ranks.")
+def exercise_1_2a(bytes_sent: Callable[[torch.nn.Module, int], float]) -> None:
+    """bytes_sent(model, world_size) -> bytes each rank sends in a ring all-reduce of the model's gradients."""
+    frozen = models.MLP(input_dim=64, hidden_dim=32)
+    frozen.layers[1].requires_grad_(False)
+    for model, what in (
+        (models.MLP(input_dim=64, hidden_dim=32), "an MLP"),
+        (models.MLP(input_dim=64, hidden_dim=32).double(), "an MLP in float64"),
+        (frozen, "an MLP whose first layer is frozen"),
+    ):
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        for num_ranks, times in ((2, 1.0), (4, 1.5), (8, 1.75), (1, 0.0)):
+            hint = f"The gradients have {gradients:,} bytes, and a ring of {num_ranks} sends {times:g} times as many."
+            expect_close(
+                bytes_sent(model, num_ranks), times * gradients, f"for {what} on {num_ranks} rank(s) the number",
+                tolerance=1e-3, hint=hint,
+            )  # fmt: skip
+
+
+@exercise("1.2b", "dealt like cards: no rank has to ask another one which samples are its own.")
+def exercise_1_2b(samples_of: Callable[[list[int], int, int, int, int], list[int]]) -> None:
+    """samples_of(order, rank, world_size, batch_size, k) -> the samples of this rank's k-th batch, k from 0."""
+    order = torch.randperm(26, generator=torch.Generator().manual_seed(0)).tolist()
+    for rank, world_size, k in ((0, 1, 0), (0, 2, 0), (1, 2, 0), (1, 2, 2), (3, 4, 1), (1, 2, 3), (3, 4, 3)):
+        local = 8 // world_size
+        expected = order[rank::world_size][k * local : (k + 1) * local]
+        block = order[8 * k + local * rank :][:local]
+        answer = samples_of(list(order), rank, world_size, 8, k)
+        try:
+            seen = [int(sample) for sample in answer]
+        except (TypeError, ValueError):
+            raise Wrong(f"return a list of samples; yours is {answer!r}") from None
+        if seen != expected:
+            hint = "Is it the right step? The first one is k = 0."
+            if seen == block:
+                hint = "Yours is cut from the batch in one piece: deal the samples in turn, every world_size-th."
+            elif seen and len(seen) != len(expected):
+                hint = f"A rank's part of a full batch of 8 is {local} samples; the last batch may hold fewer."
+            raise Wrong(
+                f"rank {rank} of {world_size} trains in step {k}, of order {order} in batches of 8, on {expected}; "
+                f"you say {seen}. {hint}"
+            )
+
+
+# Runs under torchrun: calls the learner's function with this rank's counts, case by case.
+CALL_GLOBAL_ACCURACY = """
+import datetime, json, runpy, sys
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+path, folder, cases = sys.argv[1:]
+global_accuracy = runpy.run_path(path)["global_accuracy"]
+answers = [global_accuracy(*counts[dist.get_rank()]) for counts in json.loads(cases)]
+with open(f"{folder}/{dist.get_rank()}.json", "w") as file:
+    json.dump([a.item() if hasattr(a, "item") else a for a in answers], file, default=repr)
+dist.destroy_process_group()
+"""
+
+
+@exercise("1.2c", "counts are added over the ranks, and divided once.")
+def exercise_1_2c(script: str | Path) -> None:
+    """A file with global_accuracy(hits, samples) -> the accuracy over the samples of all ranks, on every rank."""
+    if "raise NotImplementedError" in Path(script).read_text():
+        raise NotImplementedError
+    cases = [[[45, 50], [2, 10]], [[1, 4], [36, 36]]]
+    with tempfile.TemporaryDirectory() as folder:
+        caller = Path(folder) / "call.py"
+        caller.write_text(CALL_GLOBAL_ACCURACY)
+        run_script(caller, 2, str(script), folder, json.dumps(cases))
+        answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
+        counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
+        mean = (hits0 / samples0 + hits1 / samples1) / 2
+        for rank in range(2):
+            seen = answers[rank][case]
+            hint = f"Right are {hits0 + hits1} of {samples0 + samples1}."
+            if answers[0][case] != answers[1][case]:
+                hint = "The ranks have different answers: all_reduce gives the sum to every rank."
+            elif isinstance(seen, float) and math.isclose(seen, mean, rel_tol=1e-5):
+                hint = "That is the mean of the ranks' accuracies, as if both had equally many samples: add the counts."
+            expect_close(
+                seen, (hits0 + hits1) / (samples0 + samples1), f"{counts}, the accuracy on rank {rank}", hint=hint
+            )
+
+
+# --- Lesson 1.3: DistributedDataParallel ----------------------------------------------------------------------------
+
+
+@exercise("1.3a", "the ranks' average is the mean over the global batch, an empty rank included.")
+def exercise_1_3a(local_loss: Callable[[torch.Tensor, int, int], torch.Tensor]) -> None:
+    """local_loss(this rank's losses, global count, world size) -> what the rank calls backward() on."""
+    for num_samples, world_size in ((8, 2), (7, 2), (7, 4), (1, 2)):
+        losses = torch.arange(1, num_samples + 1, dtype=torch.float64).square().requires_grad_()
+        shards = [losses[rank::world_size] for rank in range(world_size)]
+        dealt = " + ".join(str(len(shard)) for shard in shards)
+        where = f"with {num_samples} samples dealt {dealt}, the ranks' average"
+        shares = [local_loss(shard, num_samples, world_size) for shard in shards]
+        for rank, share in enumerate(shares):
+            if not (isinstance(share, torch.Tensor) and share.dim() == 0 and share.requires_grad):
+                raise Wrong(
+                    "return one number a rank, as a tensor that backward() can be called on; "
+                    f"with {num_samples} samples dealt {dealt}, rank {rank} has {share!r}"
+                )
+        average, mean = sum(shares).item() / world_size, losses.mean().item()
+        if math.isnan(average):
+            raise Wrong(f"{where} is not a number: the mean of no samples is 0 / 0. Use a sum")
+        hint = "Divide the sum of this rank's losses by the global count."
+        if math.isclose(average * world_size, mean):
+            hint = "DDP divides by the world size: multiply by it."
+        expect_close(average, mean, where, hint=hint)
+        (gradient,) = torch.autograd.grad(sum(shares) / world_size, losses)
+        if not torch.allclose(gradient, torch.full_like(gradient, 1 / num_samples)):
+            raise Wrong(f"{where} is right, its gradient is not: compute with `losses` itself, not with a copy")
+
+
+@exercise("1.3b", "one order for all ranks, a new one each epoch, and every sample has one owner.")
+def exercise_1_3b(my_samples: Callable[[int, int, int, int, int], list[int]]) -> None:
+    """my_samples(num_samples, world_size, rank, seed, epoch) -> the samples of this rank in this epoch."""
+
+    def ask(num_samples: int, world_size: int, rank: int, seed: int, epoch: int) -> list[int]:
+        answer = my_samples(num_samples, world_size, rank, seed, epoch)
+        try:
+            return [int(index) for index in answer]
+        except TypeError:
+            raise Wrong(f"return a list of sample numbers, not {answer!r}") from None
+
+    if ask(40, 2, 0, 7, 1) != ask(40, 2, 0, 7, 1):
+        raise Wrong("asked twice for the same epoch, it gives two orders: give torch.randperm a generator with a seed")
+    for num_samples, world_size in ((40, 2), (40, 4), (11, 4)):
+        for epoch in (0, 1):
+            shards = [ask(num_samples, world_size, rank, 7, epoch) for rank in range(world_size)]
+            dealt = [index for shard in shards for index in shard]
+            missing, extra = num_samples - len(set(dealt)), len(dealt) - len(set(dealt))
+            if sorted(dealt) == list(range(num_samples)):
+                continue
+            seen = f"with {num_samples} samples and {world_size} ranks"
+            if missing == 0:
+                raise Wrong(f"{seen} {extra} sample(s) go to two ranks: no padding, ranks may differ by one sample")
+            if extra == 0:
+                raise Wrong(f"{seen} {missing} sample(s) go to no rank: start at `rank`, take every `world_size`-th")
+            raise Wrong(
+                f"{seen} {missing} sample(s) go to no rank and {extra} are dealt twice. All ranks must draw the same "
+                "order: its seed must not depend on the rank"
+            )
+    first, second = ask(40, 2, 0, 7, 0), ask(40, 2, 0, 7, 1)
+    if first == second:
+        raise Wrong("epoch 1 has the same order as epoch 0: let the epoch be part of the generator's seed")
+    if first == ask(40, 2, 0, 8, 0):
+        raise Wrong("seeds 7 and 8 give the same order in epoch 0: let `seed` be part of it in every epoch")
+    if set(first) == set(second):
+        raise Wrong("rank 0 has the same samples in both epochs, only in another order: shuffle first, then deal")
+
+
+@exercise("1.3c", "a new order each epoch, and one accuracy that all ranks agree on.")
+def exercise_1_3c(script: str | Path) -> None:
+    """A script for 2 ranks that writes its orders and its accuracy to FOLDER/rank-R.json."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run_script(script, 2, folder, timeout=120)
+        except Wrong as error:
+            if re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe", str(error)):
+                raise Wrong(f"{error} One rank waited for another. Is there a collective inside an `if`?") from None
+            raise
+        reports = []
+        for rank in (0, 1):
+            path = Path(folder, f"rank-{rank}.json")
+            if not path.exists():
+                raise Wrong(f"rank {rank} wrote no report: keep the lines marked `keep`, on every rank")
+            reports.append(json.loads(path.read_text()))
+    for epoch, orders in enumerate(zip(*(report["orders"] for report in reports), strict=True)):
+        if sorted(index for order in orders for index in order) != list(range(1280)):
+            raise Wrong(f"in epoch {epoch} the two ranks together did not see each of the 1280 samples once")
+    if any(report["orders"][0] == report["orders"][1] for report in reports):
+        raise Wrong("both epochs have the same order: call sampler.set_epoch(epoch) before each")
+    own = [sum(report["right"]) / len(report["right"]) for report in reports]
+    mean = sum(sum(report["right"]) for report in reports) / sum(len(report["right"]) for report in reports)
+    for rank, report in enumerate(reports):
+        hint = "Add up hits and samples over all ranks, and divide once."
+        if math.isclose(report["accuracy"], own[rank], rel_tol=1e-6):
+            hint = "That is the accuracy on this rank's own part. " + hint
+        elif math.isclose(report["accuracy"], sum(own) / 2, rel_tol=1e-6):
+            hint = "That is the mean of the ranks' accuracies, and they have 128 and 127 images. " + hint
+        expect_close(report["accuracy"], mean, f"the accuracy that rank {rank} reports", hint=hint)
+
+
+# --- Lesson 1.4: torchrun -------------------------------------------------------------------------------------------
+
+
+@exercise("1.4a", "the share of n times one process that was reached.")
+def exercise_1_4a(efficiency: Callable[[dict[int, float]], dict[int, float]]) -> None:
+    """efficiency({processes: samples per second}) -> {processes: share of the ideal}."""
+    seen = efficiency({1: 300.0, 2: 480.0, 4: 900.0})
+    if not isinstance(seen, dict) or sorted(seen) != [1, 2, 4]:
+        raise Wrong(f"return a dict with the same keys, 1, 2 and 4; yours is {seen!r}")
+    for n, expected in {1: 1.0, 2: 0.8, 4: 0.75}.items():
+        hint = "That is the speed-up: divide it by the number of processes." if n > 1 else ""
+        expect_close(seen[n], expected, f"the efficiency of {n} processes", hint=hint)
+
+
+@exercise("1.4b", "float64 tells a bug from rounding.")
+def exercise_1_4b(verdict: Callable[[list[float], list[float], list[float], list[float]], str]) -> None:
+    """verdict(fp32, port32, fp64, port64), step losses of the reference and the port -> "same", "rounding" or "bug"."""
+    fp32, fp64 = [2.4683871, 4.1011681, 3.8245499], [2.468387098127, 4.101168243981, 3.824550164072]
+    tiny = [2.468387098127, 4.101168243982, 3.824550164075]
+    for port32, port64, expected, why in (
+        (list(fp32), list(fp64), "same", "all steps are equal"),
+        ([2.4683873, 4.1012, 3.8311], tiny, "rounding", "in float64 nothing is left of the difference"),
+        ([2.4683873, 4.15, 3.5], tiny, "rounding", "training may amplify rounding this far: see float64"),
+        ([2.4683871, 4.1421, 3.9], [fp64[0], 4.142098, 3.899871], "bug",
+         "the first step agrees, as it does where averaging was forgotten, but the second is off in float64 too"),
+        ([2.4784, 4.1011681, 3.8245499], [2.478403, *fp64[1:]], "bug", "the first step is off in float64 too"),
+        (list(fp32), [fp64[0], fp64[1] * (1 + 1e-7), fp64[2]], "bug", "1e-7 is more than rounding in float64 makes"),
+        ([2.4683871, 4.1011681], fp64[:2], "bug", "a step is missing"),
+    ):  # fmt: skip
+        seen = verdict(list(fp32), port32, list(fp64), port64)
+        if seen != expected:
+            raise Wrong(
+                f"for {port32} and in float64 {port64} against {fp32} and {fp64} you say {seen!r}, "
+                f"expected {expected!r}: {why}"
+            )
+
+
+@exercise("1.4c", "every rank reaches the collective, one rank speaks.")
+def exercise_1_4c(script: str | Path) -> None:
+    """A script that prints "mean loss X" once, X being the mean of rank + 1 over all ranks."""
+    lines = [[line for line in text.splitlines() if "mean loss" in line] for text in run_script(script, 3)]
+    if [len(of_a_rank) for of_a_rank in lines] != [1, 0, 0]:
+        said = ", ".join(str(len(of_a_rank)) for of_a_rank in lines)
+        raise Wrong(f"3 ranks print {said} lines with `mean loss`; expected one, from rank 0 alone")
+    value = lines[0][0].split("mean loss")[1].strip()
+    hint = "Is it the mean over ALL ranks?"
+    if value in ("6.0", "3.0"):
+        hint = "Divide the sum by the world size, whatever it is."
+    expect_close(value, 2.0, "the mean loss of 3 ranks", hint=hint)
+
+
+# --- Lesson 1.5: two nodes ------------------------------------------------------------------------------------------
+
+
+@exercise("1.5a", "a node's ranks follow one another: rank = the processes on the nodes before it + local rank.")
+def exercise_1_5a(answer: tuple[Callable, Callable]) -> None:
+    """(place_of, rank_of), where processes[i] is the number of processes on node i:
+
+    place_of(rank, processes) -> (node, local_rank), and rank_of(node, local_rank, processes) -> rank.
+    """
+    place_of, rank_of = answer
+    for processes in ([2, 2], [4, 4, 4], [1, 1, 1], [4, 2, 8]):
+        places = [(node, local_rank) for node, count in enumerate(processes) for local_rank in range(count)]
+        for rank, (node, local_rank) in enumerate(places):
+            # What is right only where all nodes have as many processes as the first, or as this one.
+            for call, seen, expected, guesses in (
+                (f"place_of({rank}, {processes})", place_of(rank, processes), (node, local_rank),
+                 [divmod(rank, processes[0])]),
+                (f"rank_of({node}, {local_rank}, {processes})", rank_of(node, local_rank, processes), rank,
+                 [node * processes[0] + local_rank, node * processes[node] + local_rank]),
+            ):  # fmt: skip
+                if (tuple(seen) if isinstance(seen, list) else seen) != expected:
+                    hint = "Node 0 has the first ranks, node 1 the next ones, and so on; all numbers count from 0."
+                    if seen in guesses:
+                        hint = "That is right where all nodes have equally many processes: add up the nodes before."
+                    raise Wrong(f"{call} is {expected}; you say {seen!r}. {hint}")
+
+
+def parse_torchrun(words: list[str]) -> argparse.Namespace:
+    """torchrun's own reading of a command line. Raises Wrong with torchrun's message for one that it refuses."""
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise Wrong(f"return a list of strings, one a word, numbers too (str(8)); yours is {words!r}")
+    if words[1:3] == ["-m", "torch.distributed.run"]:
+        words = words[2:]
+    elif words[:1] != ["torchrun"]:
+        raise Wrong(f"the first word should be torchrun, and is {words[0]!r}" if words else "the list is empty")
+    errors = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(errors):
+            return get_args_parser().parse_args(words[1:])
+    except SystemExit:
+        raise Wrong(f"torchrun refuses it: {errors.getvalue().strip().rpartition('error: ')[2]}") from None
+
+
+@exercise("1.5b", "the same command on every node: the agents settle between them who is who.")
+def exercise_1_5b(node_command: Callable[[int, list[str], int, list[str]], list[str]]) -> None:
+    """node_command(node, hosts, nproc, arguments) -> the words of the torchrun command for that node."""
+    for hosts, nproc, arguments in ((["gpu-1", "gpu-2"], 8, ["--epochs", "5"]), (["a", "b", "c"], 1, ["--nnodes"])):
+        answers = [node_command(node, list(hosts), nproc, list(arguments)) for node in range(len(hosts))]
+        commands = [parse_torchrun(words) for words in answers]
+        for node, (host, command) in enumerate(zip(hosts, commands, strict=True)):
+            where = f"node {node} ({host}) of {hosts}"
+            if command.standalone:
+                raise Wrong("--standalone means this machine alone: with it every node trains by itself")
+            if [command.training_script, *command.training_script_args] != ["train_ddp.py", *arguments]:
+                seen = [command.training_script, *command.training_script_args]
+                raise Wrong(f"torchrun's options, then train_ddp.py and {arguments}; on {where} that end is {seen}")
+            for option, seen, expected in (
+                ("--nnodes", command.nnodes, str(len(hosts))),
+                ("--nproc-per-node", command.nproc_per_node, str(nproc)),
+                ("--rdzv-backend", command.rdzv_backend, "c10d"),
+            ):
+                if seen != expected:
+                    raise Wrong(f"on {where}, {nproc} processes a node, {option} should be {expected}, and is {seen}")
+            if command.rdzv_endpoint.partition(":")[0] != hosts[0]:
+                hint = f"All meet at one place: --rdzv-endpoint {hosts[0]}:29500, on every node."
+                raise Wrong(f"on {where} --rdzv-endpoint is {command.rdzv_endpoint or 'missing'}. {hint}")
+        if len({command.rdzv_endpoint for command in commands}) > 1:
+            raise Wrong(f"the nodes knock at several ports: {[command.rdzv_endpoint for command in commands]}")
+        ids = [command.rdzv_id for command in commands]
+        if len(set(ids)) > 1 or ids[0] == "none":
+            raise Wrong(f"one launch has one --rdzv-id, the same on every node; yours are {ids}")

@@ -1,0 +1,336 @@
+"""The exercise checks of chapter 2: the same training on Ray."""
+
+import contextlib
+import math
+import pickle
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from shared import data, models
+from shared.checks.machinery import Wrong, exercise, expect_close
+
+# --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
+
+
+@exercise("2.1a", "the scale stands outside of the training function: more workers are another number.")
+def exercise_2_1a(plan: Callable) -> None:
+    """plan(num_workers, num_gpus, global_batch) -> (ScalingConfig, {"batch_size": each worker's part})."""
+    from ray.train import ScalingConfig  # takes seconds to import
+
+    for num_workers, num_gpus, global_batch in ((4, 0, 64), (4, 4, 64), (4, 2, 128), (1, 1, 32), (2, 8, 10)):
+        call = f"plan({num_workers}, {num_gpus}, {global_batch})"
+        answer = plan(num_workers, num_gpus, global_batch)
+        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], ScalingConfig)):
+            raise Wrong(f"{call} should return a ScalingConfig and a dict; yours is {answer!r}")
+        scaling_config, config = answer
+        if scaling_config.num_workers != num_workers:
+            raise Wrong(f"{call} asks for {scaling_config.num_workers} workers, expected {num_workers}")
+        if bool(scaling_config.use_gpu) != (num_gpus >= num_workers):
+            hint = "Each worker takes a GPU of its own: use them if there are as many as workers, and only then."
+            raise Wrong(f"in {call} use_gpu is {scaling_config.use_gpu}, expected {num_gpus >= num_workers}. {hint}")
+        if not isinstance(config, dict) or "batch_size" not in config:
+            raise Wrong(f'{call} should return a train_loop_config with a "batch_size"; yours is {config!r}')
+        if isinstance(config["batch_size"], float):
+            raise Wrong(f"in {call} each worker's batch is {config['batch_size']}: a DataLoader takes an int; use //")
+        hint = "That is the global batch: each worker takes its part." if config["batch_size"] == global_batch else ""
+        expect_close(config["batch_size"], global_batch // num_workers, f"in {call} each worker's batch", hint=hint)
+    try:
+        answer = plan(3, 0, 64)
+    except ValueError:
+        return
+    raise Wrong(f"plan(3, 0, 64) returns {answer[1]!r}: 64 does not divide by 3, so raise a ValueError")
+
+
+@exercise("2.1b", "every epoch has its order, on one worker and on many.")
+def exercise_2_1b(start_epoch: Callable) -> None:
+    """start_epoch(loader, epoch) tells the loader's sampler which epoch begins, where it can be told."""
+    dataset = TensorDataset(torch.arange(8))
+    for sampler, whose in (
+        (DistributedSampler(dataset, 2, 0), "Ray's own sampler, a DistributedSampler"),
+        (data.UnpaddedDistributedSampler(dataset, 1, 0), "our own sampler on one worker"),
+        (None, "the loader of one worker without a sampler of ours"),
+    ):
+        loader = DataLoader(dataset, 2, shuffle=sampler is None, sampler=sampler)
+        for epoch in (1, 2):
+            try:
+                start_epoch(loader, epoch)
+            except AttributeError as error:
+                raise Wrong(f"with {whose} it raises: {error}. Ask first what kind of sampler it is") from None
+            if sampler is not None and sampler.epoch != epoch:
+                raise Wrong(f"with {whose} it should be epoch {epoch}, and is {sampler.epoch}: call its set_epoch")
+            if len([batch for batch in loader]) != len(loader):
+                raise Wrong(f"with {whose} the loader no longer gives its {len(loader)} batches")
+
+
+@exercise("2.1c", "the newest checkpoint is for resuming, the best one for using.")
+def exercise_2_1c(best_weights: Callable) -> None:
+    """best_weights(result) -> the state dict of the checkpoint with the highest val_accuracy."""
+    from ray.train import Checkpoint, Result  # takes seconds to import
+
+    for accuracies in ([0.80, 0.95, 0.90], [0.97, 0.60, 0.70], [0.50, 0.60, 0.99]):
+        best = accuracies.index(max(accuracies)) + 1
+        with tempfile.TemporaryDirectory() as storage:
+            pairs = []
+            for epoch, accuracy in enumerate(accuracies, start=1):
+                folder = Path(storage, f"checkpoint_{epoch}")
+                folder.mkdir()
+                torch.save({"weight": torch.full((2, 2), float(epoch))}, folder / "model.pt")
+                # The loss, as it sometimes does, is lowest elsewhere.
+                metrics = {"epoch": epoch, "val_loss": 1 / epoch, "val_accuracy": accuracy}
+                pairs.append((Checkpoint.from_directory(folder), metrics))
+            newest, metrics = pairs[-1]
+            weights = best_weights(Result(metrics, newest, None, storage, best_checkpoints=pairs))
+        where = f"where the epochs reached {', '.join(f'{accuracy:.2f}' for accuracy in accuracies)}"
+        if not isinstance(weights, dict) or "weight" not in weights:
+            kind = type(weights).__name__
+            raise Wrong(f"{where}, it should return what torch.load gives, a state dict; yours is a {kind}")
+        seen = int(weights["weight"][0, 0])
+        if seen != best:
+            hint = "That is the newest one." if seen == len(accuracies) else ""
+            raise Wrong(
+                f"{where}, these are the weights of epoch {seen}, expected those of epoch {best}. {hint}".strip()
+            )
+
+
+# --- Lesson 2.2: nothing changed but the launcher --------------------------------------------------------------------
+
+
+@exercise("2.2a", "a start-up is paid once, a rate with every sample.")
+def exercise_2_2a(break_even: Callable) -> None:
+    """break_even((startup_s, rate), (startup_s, rate)) -> samples from which on the second is done no later."""
+    for plain, cluster, expected, why in (
+        # Powers of two are exact in floating point: an answer that is rounded up is as good.
+        ((5.0, 128.0), (30.0, 256.0), 6400, "after 6,400 samples both are done at 55 s"),
+        ((5.0, 64.0), (29.0, 128.0), 3072, "after 3,072 samples both are done at 53 s"),
+        ((5.0, 100.0), (30.0, 100.0), math.inf, "at the same rate it never makes up for its start"),
+        ((5.0, 100.0), (30.0, 80.0), math.inf, "it starts later and is slower: it never catches up"),
+        ((30.0, 100.0), (5.0, 200.0), 0, "it is ahead from the start, and stays ahead"),
+        ((5.0, 100.0), (5.0, 100.0), 0, "both are equal, so it is never behind"),
+        ((30.0, 200.0), (5.0, 100.0), math.inf, "it begins sooner, but in the end it is always behind"),
+    ):
+        call = f"break_even({plain}, {cluster})"
+        try:
+            seen = break_even(plain, cluster)
+        except ZeroDivisionError:
+            raise Wrong(f"{call} divides by zero. Expected {expected}: {why}") from None
+        expect_close(seen, expected, call, hint=f"See: {why}.")
+
+
+STACKS = {
+    "validation": (
+        [
+            ["all_reduce (torch/distributed.py:90)", "global_sum (shared.py:31)", "evaluate (train.py:80)"],
+            ["wait (torch/work.py:12)", "all_reduce (torch/distributed.py:90)", "evaluate (train.py:80)"],
+            ["read (socket.py:700)", "get (requests.py:5)", "log_to_server (train.py:95)", "main (train.py:20)"],
+            ["evaluate (train.py:80)", "main (train.py:20)"],
+        ],
+        [2],
+    ),
+    "the first rank": (
+        [
+            ["sleep (train.py:51)", "train_epoch (train.py:40)"],
+            ["backward (torch/autograd.py:8)", "train_epoch (train.py:44)", "main (train.py:21)"],
+            ["wait (torch/work.py:12)", "backward (torch/autograd.py:8)", "train_epoch (train.py:44)"],
+            ["wait (torch/work.py:12)", "backward (torch/autograd.py:8)", "train_epoch (train.py:44)"],
+        ],
+        [0],
+    ),
+    "all at one place": (
+        [[f"step_{depth} (torch/x.py:{depth})" for depth in range(rank)] + ["save (train.py:99)"] for rank in range(4)],
+        [],
+    ),
+    "another line of the same function": (
+        [
+            *([["wait (torch/work.py:12)", "train_epoch (train.py:44)"]] * 3),
+            ["wait (torch/work.py:12)", "train_epoch (train.py:47)"],
+        ],
+        [3],
+    ),
+    "two of six": ([["x (train.py:7)"], *([["y (torch/y.py:1)", "z (train.py:9)"]] * 4), ["x (train.py:7)"]], [0, 5]),
+}
+
+
+@exercise("2.2b", "look at the rank that is somewhere else.")
+def exercise_2_2b(odd_ranks: Callable) -> None:
+    """odd_ranks({rank: frames, innermost first}) -> the ranks at another place in train.py than most."""
+    for name, (stacks, expected) in STACKS.items():
+        seen = odd_ranks({rank: list(frames) for rank, frames in enumerate(stacks)})
+        try:
+            seen = list(seen)
+        except TypeError:
+            raise Wrong(f"return a list of ranks, not {seen!r}") from None
+        if seen != expected:
+            places = [next(frame for frame in frames if "train.py" in frame) for frames in stacks]
+            hint = "Compare only each rank's innermost frame in train.py, with its line number."
+            if sorted(seen, key=str) == expected:
+                hint = "Sort them."
+            raise Wrong(f"in train.py the ranks stand at {', '.join(places)} ({name}): expected {expected}, "
+                        f"you say {seen}. {hint}")  # fmt: skip
+
+
+# --- Lesson 2.3: Ray Data --------------------------------------------------------------------------------------------
+
+
+@exercise("2.3a", "a transform that changes what it should, and nothing else.")
+def exercise_2_3a(transform: Callable) -> None:
+    """transform(seed, largest) makes a callable that takes a batch with its images shifted sideways at random."""
+    ids, images = np.arange(40), np.random.default_rng(0).random((40, 8, 8), dtype=np.float32)
+    batch = {"id": ids, "image": images, "label": ids % 10}
+    for array in batch.values():
+        array.flags.writeable = False  # as Ray Data hands them over: they lie in memory that others read too
+    before = images.copy()
+    shift = transform(7, 2)
+    try:
+        first, second = shift(dict(batch)), shift(dict(batch))
+    except ValueError as error:
+        if "read-only" not in str(error):
+            raise
+        raise Wrong("it writes into the batch it was given, which others read too: make a new array") from None
+    for answer in (first, second):
+        if not isinstance(answer, dict) or set(answer) != set(batch):
+            seen = sorted(answer) if isinstance(answer, dict) else type(answer).__name__
+            raise Wrong(f"return a batch with the columns id, image and label; yours is {seen}. See {{**batch, ...}}")
+        if not (np.array_equal(answer["id"], ids) and np.array_equal(answer["label"], ids % 10)):
+            raise Wrong("ids and labels should come out as they went in")
+        seen = np.asarray(answer["image"])
+        if seen.shape != images.shape or seen.dtype != np.float32:
+            raise Wrong(f"the images should be float32 of shape {images.shape}, and are {seen.dtype} of {seen.shape}")
+    if not np.array_equal(images, before):
+        raise Wrong("the batch it was given has changed: make a new array")
+    choices = [np.roll(before, columns, axis=2) for columns in range(-2, 3)]
+
+    def shifts(answer: dict) -> list[int]:
+        fits = [[np.array_equal(choice[i], answer["image"][i]) for choice in choices] for i in range(len(ids))]
+        for i, fit in enumerate(fits):
+            if not any(fit):
+                raise Wrong(f"image {i} is not the original moved by -2 to 2 columns: np.roll(image, columns, axis=1)")
+        return [fit.index(True) - 2 for fit in fits]
+
+    columns = shifts(first)
+    if len(set(columns)) == 1:
+        raise Wrong(f"all images of a batch are moved by {columns[0]}: draw a number for each image")
+    if set(columns) != set(range(-2, 3)):
+        raise Wrong(f"40 images are moved by {sorted(set(columns))} columns only, expected everything from -2 to 2")
+    if shifts(second) == columns:
+        raise Wrong("the second batch is moved just like the first: make the generator once, in __init__")
+    if shifts(transform(7, 2)(dict(batch))) != columns:
+        raise Wrong("made again with the same seed, it moves the images otherwise: give the generator that seed")
+
+
+@exercise("2.3b", "all ranks go on until the last one has no rows left.")
+def exercise_2_3b(plan_steps: Callable[[list[int], int], list[list[int]]]) -> None:
+    """plan_steps(rows of each rank, batch size of a rank) -> for each step, the rows that each rank brings."""
+    for rows, batch_size in (([8, 8], 4), ([10, 7], 4), ([9, 0], 4), ([3, 12, 5], 4), ([0, 0], 4), ([1], 32)):
+        steps = -(-max(rows) // batch_size)
+        expected = [[min(max(n - step * batch_size, 0), batch_size) for n in rows] for step in range(steps)]
+        answer = plan_steps(list(rows), batch_size)
+        try:
+            seen = [[int(n) for n in step] for step in answer]
+        except TypeError:
+            raise Wrong(f"return a list of steps, each a list with one number a rank; yours is {answer!r}") from None
+        if seen != expected:
+            dealt = sum(sum(step) for step in seen)
+            hint = "A rank whose rows are used up brings 0."
+            if len(seen) < len(expected):
+                hint = f"{dealt} of {sum(rows)} rows are used: a rank that is done goes on with empty batches."
+            elif any(len(step) != len(rows) for step in seen):
+                hint = "Every rank takes part in every step, if only with 0 rows: all-reduce waits for all."
+            raise Wrong(f"with {rows} rows in batches of {batch_size} it is {expected}; you say {seen}. {hint}")
+
+
+# --- Lesson 2.4: checkpoints and resuming ----------------------------------------------------------------------------
+
+
+@exercise("2.4a", "the best ones to use, the newest one to go on from.")
+def exercise_2_4a(kept_reports: Callable[[list[float], int, str | None], list[int]]) -> None:
+    """kept_reports(scores, num_to_keep, order) -> numbers of the reports whose checkpoints are kept, sorted."""
+    for scores, num_to_keep, order, expected in (
+        ([0.5, 0.9, 0.8, 0.6], 2, "max", [1, 2, 3]),
+        ([0.5, 0.9, 0.8, 0.95], 2, "max", [1, 3]),
+        ([0.5, 0.9, 0.8, 0.6], 2, "min", [0, 3]),
+        ([0.5, 0.9, 0.8, 0.6], 2, None, [2, 3]),
+        ([0.7, 0.4, 0.2], 1, "max", [0, 2]),
+        ([0.7], 3, "max", [0]),
+    ):
+        call = f"kept_reports({scores}, {num_to_keep}, {order!r})"
+        answer = kept_reports(list(scores), num_to_keep, order)
+        try:
+            seen = sorted(int(number) for number in answer)
+        except TypeError:
+            raise Wrong(f"{call} should return a list of numbers; yours is {answer!r}") from None
+        if seen != expected:
+            hint = ""
+            ranking = sorted(range(len(scores)), key=lambda number: scores[number])
+            if len(scores) - 1 not in seen:
+                hint = "The newest is always kept: a run that fails goes on from it."
+            elif order is None:
+                hint = "Without a score the newest are kept."
+            elif order == "min" and seen == sorted({*ranking[-num_to_keep:], len(scores) - 1}):
+                hint = 'With order="min" the lowest scores are the best.'
+            raise Wrong(f"{call} is {expected}; you say {seen}. {hint}".strip())
+
+
+@exercise("2.4b", "a file that fits is loaded, one that does not is refused.")
+def exercise_2_4b(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module]) -> None:
+    """load_weights(model, path) -> the model with the weights of a file from the bare model or its DDP wrapper."""
+
+    class Nested(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module, self.head = models.MLP(input_dim=64, hidden_dim=8, dropout=0.5), torch.nn.Linear(10, 2)
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/model.pt"
+        for make, what in (
+            (lambda: models.MLP(input_dim=64, hidden_dim=8, dropout=0.5), "an MLP"),
+            (Nested, "a model that has a part called `module`"),
+        ):
+            trained = make()
+            for prefix, saved in (("", "the bare model"), ("module.", "its DDP wrapper")):
+                if isinstance(trained, Nested) and not prefix:
+                    continue  # "module." is ambiguous there: no function could know
+                torch.save({prefix + name: value for name, value in trained.state_dict().items()}, path)
+                fresh = make()
+                try:
+                    loaded = load_weights(fresh, path)
+                except NotImplementedError:  # which is a RuntimeError too
+                    raise
+                except RuntimeError as error:
+                    line = str(error).splitlines()[-1].strip()
+                    raise Wrong(f"for {what}, saved from {saved}, it raises: {line}") from None
+                if not isinstance(loaded, torch.nn.Module):
+                    raise Wrong(f"return the model; yours returns {type(loaded).__name__}")
+                state = loaded.state_dict()
+                if any(not torch.equal(state[name], value) for name, value in trained.state_dict().items()):
+                    raise Wrong(f"for {what}, saved from {saved}, the weights are not the file's. Was it strict?")
+                if loaded.training:
+                    raise Wrong("the model is in training mode, where dropout drops neurons: call eval()")
+        torch.save(torch.nn.Linear(3, 3).state_dict(), path)
+        try:
+            load_weights(models.MLP(input_dim=64, hidden_dim=8), path)
+        except (RuntimeError, ValueError, KeyError):
+            pass
+        else:
+            raise Wrong("a file of another model was taken without a word: leave strict=True as it is")
+        witness = Path(folder, "witness")
+        with open(path, "wb") as file:
+            pickle.dump(Intruder(str(witness)), file, protocol=2)
+        with contextlib.suppress(Exception):
+            load_weights(models.MLP(input_dim=64, hidden_dim=8), path)
+        if witness.exists():
+            raise Wrong("a file from elsewhere could run code in your process: load it with weights_only=True")
+
+
+class Intruder:
+    """What an attacker puts into a pickle file: reading it opens `path` for writing."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple:
+        return open, (self.path, "w")

@@ -1,0 +1,91 @@
+"""What all exercise checks share: how an answer is judged, and how a script of ranks is run."""
+
+import contextlib
+import functools
+import math
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+
+class Wrong(Exception):
+    """An answer that is not right yet; the message tells the learner what was seen and what was expected."""
+
+
+def exercise(number: str, praise: str) -> Callable:
+    """Make a check of a function that raises Wrong, or the stub's NotImplementedError, for an answer not yet right."""
+
+    def decorate(check: Callable) -> Callable:
+        @functools.wraps(check)
+        def run(answer, *, strict: bool = False) -> bool:
+            try:
+                check(answer)
+            except NotImplementedError:
+                problem = "not done yet: replace `raise NotImplementedError` above and run both cells again"
+            except Wrong as error:
+                problem = f"not right yet: {error}"
+            except Exception as error:  # the learner's own code may raise anything
+                problem = f"your code raised {type(error).__name__}: {error}"
+            else:
+                print(f"[OK] Exercise {number}: {praise}")
+                return True
+            if strict:
+                raise AssertionError(f"Exercise {number}: {problem}")
+            print(f"[  ] Exercise {number}: {problem}")
+            return False
+
+        return run
+
+    return decorate
+
+
+def expect_close(seen: float, expected: float, what: str, tolerance: float = 1e-6, hint: str = "") -> None:
+    """Raise Wrong unless `seen` is a number within `tolerance` (relative) of `expected`."""
+    try:
+        seen = float(seen)
+    except (TypeError, ValueError):
+        raise Wrong(f"{what} should be a number, and is {seen!r}") from None
+    if not math.isclose(seen, expected, rel_tol=tolerance, abs_tol=tolerance):
+        raise Wrong(f"{what} is {seen:.6g}, expected {expected:.6g}. {hint}".strip())
+
+
+def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 120) -> list[str]:
+    """Run a script with `nproc` ranks under torchrun, on CPUs, and return what each rank printed.
+
+    Raises NotImplementedError where the script did, and Wrong with the end of its errors, or for a hang of `timeout`
+    seconds.
+    """
+    if Path(path).is_file() and re.search(r"^raise NotImplementedError", Path(path).read_text(), flags=re.MULTILINE):
+        raise NotImplementedError  # the stub as it was given: no need to start it
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    with tempfile.TemporaryDirectory() as logs:
+        # Each rank prints into a file of its own: in a common one their lines would run into each other.
+        options = ["--standalone", "--nproc-per-node", str(nproc), "--redirects", "1", "--log-dir", logs]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *options, str(path), *args],
+            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+        )  # fmt: skip
+        try:
+            errors = process.communicate(timeout=timeout)[1]
+        except BaseException as error:  # Ctrl-C too must leave nothing running
+            # torchrun gives each rank a session of its own, so we look for its children rather than kill its group.
+            for one in (*psutil.Process(process.pid).children(recursive=True), process):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            raise Wrong(f"it hangs: no end after {timeout:.0f} s. Does every rank reach every collective?") from None
+        output = [log.read_text() for log in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
+    if "NotImplementedError" in errors:
+        raise NotImplementedError
+    if process.returncode != 0:
+        lines = [line for line in errors.splitlines() if re.search(r"\w*(Error|Exception)\b.*: ", line)]
+        raise Wrong(f"the script failed: {lines[0].strip() if lines else errors.strip()[-300:]}")
+    return output
