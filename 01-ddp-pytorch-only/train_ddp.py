@@ -17,15 +17,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from shared import checkpoint, cli, data, distributed, models
+from shared import checkpoint, cli, data, distributed, models, runs
 
 
 def main() -> None:
     args = cli.training_parser(__doc__).parse_args()
     worker = distributed.join()
-    folder = cli.run_folder(args)
+    run = runs.Run.of(args)
 
     # [1] Whatever can be wrong is found before the first step, and by all ranks together.
     state = None
@@ -33,12 +33,12 @@ def main() -> None:
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
         cli.check_precision(args.precision, worker.device)
         if worker.rank == 0:
-            state = cli.claim_run(args, folder, worker)
+            state = run.claim(args, worker)
     with distributed.fail_together(), distributed.local_first(worker):
         splits = data.load(args.dataset, args.data_dir)
     with distributed.fail_together():
         data.check_batch_norm(args.model, len(splits.train), args.batch_size, worker.world_size)
-    cli.stop_on_signals(worker, lambda: cli.farewell(folder))
+    cli.stop_on_signals(worker, run)
 
     # [2] The same weights on every rank; after that each rank draws its own random numbers (dropout).
     distributed.seed_everything(args.seed)
@@ -49,7 +49,7 @@ def main() -> None:
     distributed.seed_everything(args.seed + worker.rank)
 
     # [3] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
-    progress = cli.new_progress(args)
+    progress = runs.new_progress(args)
     state = distributed.from_rank_zero(state)
     if resumed := state is not None:
         with distributed.fail_together():
@@ -62,36 +62,30 @@ def main() -> None:
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
         distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
-    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
-    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+    train_loader = data.make_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed)
+    val_loader = data.make_loader(splits.val, local_batch_size, worker)
     if not resumed:
-        save(folder, worker, model, optimizer, scheduler, progress)
+        save(run, worker, model, optimizer, scheduler, progress)
 
     # [5] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
         samples_per_second = train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
-        metrics = cli.finish_epoch(progress, len(splits.train), {
+        metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(model, val_loader, worker),
             "samples_per_second": samples_per_second,
             "world_size": worker.world_size,
         })  # fmt: skip
         if progress["position"] == 0:
             scheduler.step()
-        save(folder, worker, model, optimizer, scheduler, progress)
+        save(run, worker, model, optimizer, scheduler, progress)
         if worker.rank == 0:
-            cli.write_metrics(args.metrics_out, progress["metrics"])
-            worker.log(cli.describe(metrics, args.epochs))
+            runs.write_metrics(args.metrics_out, progress["metrics"])
+            worker.log(runs.describe(metrics, args.epochs))
     if worker.rank == 0:
-        cli.write_metrics(args.metrics_out, progress["metrics"])
-        worker.log(f"done after {progress['step']} steps: {folder}")
+        runs.write_metrics(args.metrics_out, progress["metrics"])
+        worker.log(f"done after {progress['step']} steps: {run.folder}")
     distributed.leave()
-
-
-def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
-    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
-    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
-    return DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
 
 
 def train_epoch(
@@ -100,15 +94,11 @@ def train_epoch(
 ) -> float:  # fmt: skip
     """Train from `progress` to the end of the epoch, or to --max-steps; returns samples per second over all ranks."""
     ddp_model.train()
-    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
-    loader.sampler.set_position(progress["position"])
-    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
-    if args.max_steps is not None:
-        counts = counts[: args.max_steps - progress["step"]]
+    counts, batches = data.epoch_batches(loader, args, progress)
     dtype = next(ddp_model.parameters()).dtype
     losses = []
     started = time.perf_counter()
-    for count, (images, labels) in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+    for count, (images, labels) in zip(counts, batches, strict=True):
         images = images.to(worker.device, dtype, non_blocking=True)
         labels = labels.to(worker.device, non_blocking=True)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
@@ -121,7 +111,7 @@ def train_epoch(
         losses.append(loss.detach())
     step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
     seconds = time.perf_counter() - started
-    cli.record_steps(progress, step_losses, counts)
+    runs.record_steps(progress, step_losses, counts)
     return sum(counts) / seconds
 
 
@@ -141,12 +131,9 @@ def evaluate(model: nn.Module, loader: DataLoader, worker: distributed.Worker) -
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(folder, worker: distributed.Worker, model, optimizer, scheduler, progress: dict) -> None:
+def save(run: runs.Run, worker: distributed.Worker, model, optimizer, scheduler, progress: dict) -> None:
     """Rank 0 writes the whole state and keeps the two newest; the others hand it their random generators."""
-    state = checkpoint.training_state(model, optimizer, scheduler, progress)
-    if worker.rank == 0:
-        path = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, progress["step"]))
-        checkpoint.keep_newest(path)
+    run.save(checkpoint.training_state(model, optimizer, scheduler, progress), worker)
 
 
 if __name__ == "__main__":

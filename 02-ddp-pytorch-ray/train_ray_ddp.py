@@ -18,34 +18,27 @@ import torch.nn.functional as F
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from shared import checkpoint, cli, cluster, data, distributed, models
+from shared import checkpoint, cli, cluster, data, distributed, models, ray_storage, runs
 
 
 def main() -> None:
-    args = cluster.training_parser(__doc__).parse_args()
+    args = cli.ray_parser(__doc__).parse_args()
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
-    folder = cluster.run_folder(args)
 
     # [1] Whatever can be wrong is found before a worker starts.
-    state = None
     with distributed.fail_together():
         data.local_batch_size(args.batch_size, cluster.world_size(args))
-        if args.num_workers > 0:
-            state = cli.claim_run(args, folder, driver, storage=cluster)
-        elif args.resume:
-            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
-        cli.check_metrics_out(args)
+        run, earlier = ray_storage.claim(args, driver)
+    cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(args)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
-    storage_path, _, name = folder.rpartition("/")
-    earlier = state["progress"]["metrics"] if state else []
+    storage_path, name = run.place
     trainer = TorchTrainer(
-        train_worker,
-        train_loop_config={**vars(args), "folder": folder},
+        cluster.on_workers(train),
+        train_loop_config=vars(args),
         torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
         run_config=ray.train.RunConfig(
@@ -53,29 +46,20 @@ def main() -> None:
             storage_path=storage_path,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
             failure_config=ray.train.FailureConfig(max_failures=3),
-            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+            callbacks=[ray_storage.MetricsFile(args.metrics_out, earlier)],
         ),
     )
-    returned = trainer.fit().return_value
-    if isinstance(returned, distributed.UsageError):
-        raise returned
+    metrics = cluster.fit(trainer, run, driver)
     if driver.rank == 0:
-        cli.write_metrics(args.metrics_out, returned)
-        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
-
-
-def train_worker(config: dict) -> list[dict] | distributed.UsageError:
-    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
-    try:
-        return train(Namespace(**config), cluster.worker())
-    except distributed.UsageError as error:
-        return error
+        runs.write_metrics(args.metrics_out, metrics)
+        driver.log(f"done: {run.folder if args.num_workers else 'local mode stores no checkpoints'}")
 
 
 def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    """What every worker runs; returns the metrics."""
     with distributed.fail_together(), distributed.local_first(worker):
         cli.check_precision(args.precision, worker.device)
-        cluster.check_folder(args)
+        ray_storage.check_folder(args)
         splits = data.load(args.dataset, args.data_dir)
     with distributed.fail_together():
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
@@ -90,8 +74,8 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     distributed.seed_everything(args.seed + worker.rank)
 
     # [4] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
-    progress = cli.new_progress(args)
-    _, state = cluster.newest_state(args, worker)
+    progress = runs.new_progress(args)
+    _, state = ray_storage.newest_state(args, worker)
     if resumed := state is not None:
         with distributed.fail_together():
             progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
@@ -103,8 +87,9 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # one worker's model is not wrapped
         distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
-    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
-    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
+    train_loader = prepare_data_loader(data.make_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed))
+    val_loader = prepare_data_loader(data.make_loader(splits.val, local_batch_size, worker))
     if not resumed:
         save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
@@ -112,7 +97,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
         samples_per_second = train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
-        metrics = cli.finish_epoch(progress, len(splits.train), {
+        metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(model, val_loader, worker),
             "samples_per_second": samples_per_second,
             "world_size": worker.world_size,
@@ -121,17 +106,8 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
             scheduler.step()
         save(worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
-            worker.log(cli.describe(metrics, args.epochs))
+            worker.log(runs.describe(metrics, args.epochs))
     return progress["metrics"]
-
-
-def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
-    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
-    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
-    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
-    return prepare_data_loader(
-        DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
-    )
 
 
 def train_epoch(
@@ -140,15 +116,11 @@ def train_epoch(
 ) -> float:  # fmt: skip
     """Train from `progress` to the end of the epoch, or to --max-steps; returns samples per second over all ranks."""
     ddp_model.train()
-    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
-    loader.sampler.set_position(progress["position"])
-    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
-    if args.max_steps is not None:
-        counts = counts[: args.max_steps - progress["step"]]
+    counts, batches = data.epoch_batches(loader, args, progress)
     dtype = next(ddp_model.parameters()).dtype
     losses = []
     started = time.perf_counter()
-    for count, (images, labels) in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+    for count, (images, labels) in zip(counts, batches, strict=True):
         images = images.to(worker.device, dtype, non_blocking=True)
         labels = labels.to(worker.device, non_blocking=True)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
@@ -161,7 +133,7 @@ def train_epoch(
         losses.append(loss.detach())
     step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
     seconds = time.perf_counter() - started
-    cli.record_steps(progress, step_losses, counts)
+    runs.record_steps(progress, step_losses, counts)
     return sum(counts) / seconds
 
 
@@ -184,7 +156,7 @@ def evaluate(model: nn.Module, loader: DataLoader, worker: distributed.Worker) -
 def save(worker: distributed.Worker, model, optimizer, scheduler, progress: dict, metrics: dict) -> None:
     """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress)
-    cluster.report(state, metrics, worker)
+    ray_storage.report(state, metrics, worker)
 
 
 if __name__ == "__main__":

@@ -23,50 +23,41 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from shared import checkpoint, cli, cluster, data, distributed, models
+from shared import checkpoint, cli, cluster, data, distributed, models, ray_storage, runs
 
 
 def main() -> None:
     # No BatchNorm: whichever rows a worker gets, its last batch may be of one sample, which has no variance.
-    args = cluster.training_parser(__doc__, models=("resnet18", "mlp")).parse_args()
+    args = cli.ray_parser(__doc__, models=("resnet18", "mlp")).parse_args()
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
-    folder = cluster.run_folder(args)
 
     # [1] Whatever can be wrong is found before a worker starts.
-    state = None
     with distributed.fail_together():
         data.local_batch_size(args.batch_size, cluster.world_size(args))
         if args.num_workers == 0 and cluster.world_size(args) > 1:
             raise ValueError("Ray Data has no local mode under torchrun: start this script with plain python")
         splits = data.load(args.dataset, args.data_dir)
-        if args.num_workers > 0:
-            state = cli.claim_run(args, folder, driver, storage=cluster)
-        elif args.resume:
-            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
-        cli.check_metrics_out(args)
+        run, earlier = ray_storage.claim(args, driver)
+    cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(args, spare_cpus=1)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
     # [2] The input: nothing is read yet, this is a plan. Each epoch streams through it, in tasks beside the workers.
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.use_datasource_v2 = False  # Ray's newer Parquet reader starts helper processes for each pass
-    storage_path, _, name = folder.rpartition("/")
-    first_epoch = state["progress"]["epoch"] if state else 0
+    storage_path, name = run.place
     with distributed.fail_together():
+        folder = f"{storage_path}/datasets/{args.dataset}"
         datasets = {
-            name: read(getattr(splits, name), f"{storage_path}/datasets/{args.dataset}/{name}", args, first_epoch)
-            for name in ("train", "val")
+            "train": read(splits.train, f"{folder}/train", args, first_epoch=len(earlier)),
+            "val": read(splits.val, f"{folder}/val", args, first_epoch=len(earlier)),
         }
-    sizes = {
-        "image_shape": splits.image_shape, "num_classes": splits.num_classes, "num_samples": len(splits.train)
-    }  # fmt: skip
+    args.image_shape, args.num_classes, args.num_samples = splits.image_shape, splits.num_classes, len(splits.train)
 
     # [3] Ray Train starts the workers, makes their process group, and replaces those that die.
-    earlier = state["progress"]["metrics"] if state else []
     trainer = TorchTrainer(
-        train_worker,
-        train_loop_config={**vars(args), **sizes, "folder": folder},
+        cluster.on_workers(train),
+        train_loop_config=vars(args),
         datasets=datasets,
         dataset_config=EverySample(),
         torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
@@ -76,29 +67,20 @@ def main() -> None:
             storage_path=storage_path,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
             failure_config=ray.train.FailureConfig(max_failures=3),
-            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+            callbacks=[ray_storage.MetricsFile(args.metrics_out, earlier)],
         ),
     )
-    returned = trainer.fit().return_value
-    if isinstance(returned, distributed.UsageError):
-        raise returned
+    metrics = cluster.fit(trainer, run, driver)
     if driver.rank == 0:
-        cli.write_metrics(args.metrics_out, returned)
-        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
-
-
-def train_worker(config: dict) -> list[dict] | distributed.UsageError:
-    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
-    try:
-        return train(Namespace(**config), cluster.worker())
-    except distributed.UsageError as error:
-        return error
+        runs.write_metrics(args.metrics_out, metrics)
+        driver.log(f"done: {run.folder if args.num_workers else 'local mode stores no checkpoints'}")
 
 
 def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    """What every worker runs; returns the metrics."""
     with distributed.fail_together():
         cli.check_precision(args.precision, worker.device)
-        cluster.check_folder(args)
+        ray_storage.check_folder(args)
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
     train_shard, val_shard = ray.train.get_dataset_shard("train"), ray.train.get_dataset_shard("val")
 
@@ -111,8 +93,8 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     distributed.seed_everything(args.seed + worker.rank)
 
     # [5] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
-    progress = cli.new_progress(args)
-    _, state = cluster.newest_state(args, worker)
+    progress = runs.new_progress(args)
+    _, state = ray_storage.newest_state(args, worker)
     if resumed := state is not None:
         with distributed.fail_together():
             progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
@@ -135,7 +117,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
             ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress
         )
         # An epoch is over when the stream is: with a filter in it, nobody knows beforehand how long it is.
-        metrics = cli.finish_epoch(progress, progress["position"] if ended else args.num_samples, {
+        metrics = runs.finish_epoch(progress, progress["position"] if ended else args.num_samples, {
             **evaluate(model, val_shard, local_batch_size, args.image_shape, worker),
             "samples_per_second": progress["position"] / seconds,
             "world_size": worker.world_size,
@@ -145,7 +127,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
             scheduler.step()
         save(worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
-            worker.log(cli.describe(metrics, args.epochs))
+            worker.log(runs.describe(metrics, args.epochs))
     return progress["metrics"]
 
 
@@ -211,7 +193,7 @@ def train_epoch(
         seen[batch["id"]] += 1
     step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
     seconds = time.perf_counter() - started
-    cli.record_steps(progress, step_losses, counts)
+    runs.record_steps(progress, step_losses, counts)
     return ended, seconds, int((distributed.global_sum(seen) == 1).sum())
 
 
@@ -236,7 +218,7 @@ def evaluate(
 def save(worker: distributed.Worker, model, optimizer, scheduler, progress: dict, metrics: dict) -> None:
     """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress)
-    cluster.report(state, metrics, worker)
+    ray_storage.report(state, metrics, worker)
 
 
 if __name__ == "__main__":

@@ -24,13 +24,13 @@ import torch.nn.functional as F
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from shared import checkpoint, cli, cluster, data, distributed, measure, models
+from shared import checkpoint, cli, cluster, data, distributed, measure, models, ray_storage, runs
 
 
 def main() -> None:
-    parser = cluster.gpt_parser(__doc__, {
+    parser = cli.gpt_parser(__doc__, {
         "fp32": "everything in float32",
         "bf16": "weights, gradients and activations, with a float32 copy of the weights in the optimizer",
         "fp16": "as bf16, with loss scaling; on GPUs",
@@ -42,27 +42,21 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in the host's memory")
     args = parser.parse_args()
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
-    folder = cluster.run_folder(args)
 
     # [1] Whatever can be wrong is found before a worker starts.
-    state = None
     with distributed.fail_together():
+        data.local_batch_size(args.batch_size, cluster.world_size(args))
         settings = read_settings(args, cluster.world_size(args))
-        if args.num_workers > 0:
-            state = cli.claim_run(args, folder, driver, storage=cluster)
-        elif args.resume:
-            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
-        cli.check_metrics_out(args)
+        run, earlier = ray_storage.claim(args, driver)
         data.text(models.GPT_PRESETS[args.preset].context, args.text_file)
+    cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(args)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
-    storage_path, _, name = folder.rpartition("/")
-    earlier = state["progress"]["metrics"] if state else []
+    storage_path, name = run.place
     trainer = TorchTrainer(
-        train_worker,
-        train_loop_config={**vars(args), "folder": folder, "settings": settings},
+        cluster.on_workers(train),
+        train_loop_config={**vars(args), "settings": settings},
         torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
         run_config=ray.train.RunConfig(
@@ -70,30 +64,21 @@ def main() -> None:
             storage_path=storage_path,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
             failure_config=ray.train.FailureConfig(max_failures=3),
-            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+            callbacks=[ray_storage.MetricsFile(args.metrics_out, earlier)],
         ),
     )
-    returned = trainer.fit().return_value
-    if isinstance(returned, distributed.UsageError):
-        raise returned
+    metrics = cluster.fit(trainer, run, driver)
     if driver.rank == 0:
-        cli.write_metrics(args.metrics_out, returned)
-        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
-
-
-def train_worker(config: dict) -> list[dict] | distributed.UsageError:
-    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
-    try:
-        return train(Namespace(**config), cluster.worker())
-    except distributed.UsageError as error:
-        return error
+        runs.write_metrics(args.metrics_out, metrics)
+        driver.log(f"done: {run.folder if args.num_workers else 'local mode stores no checkpoints'}")
 
 
 def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    """What every worker runs; returns the metrics."""
     config = models.GPT_PRESETS[args.preset]
     with distributed.fail_together():
         cli.check_precision(args.precision, worker.device)
-        cluster.check_folder(args)
+        ray_storage.check_folder(args)
         splits = data.text(config.context, args.text_file)
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
         if args.offload and worker.device.type == "cpu":
@@ -102,15 +87,17 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     distributed.check_same(windows, "the nodes' texts differ: give --text-file a file that is the same on all of them")
 
     # [3] Go on where a run was interrupted, or begin: the engine is the model, its optimizer and its scheduler in one.
-    progress = cli.new_progress(args)
+    progress = runs.new_progress(args)
     distributed.join_alone(worker.device)  # in local mode
     os.environ.setdefault("DS_ACCELERATOR", worker.device.type)
-    with cluster.newest_checkpoint(args, worker) as (saved, state):
+    with ray_storage.newest_checkpoint(args, worker) as (saved, state):
         # Another number of ranks: in stage 0 nothing is cut up, and every rank reads the same file.
         moved = state is not None and args.zero_stage > 0 and state["world_size"] != worker.world_size
         if moved:
             checkpoint.make_universal(saved, worker)
             args.settings["checkpoint"] = {"load_universal": True}
+        if state is not None:  # the schedule is the run's own
+            args.lr_step_size = state["progress"]["options"]["lr_step_size"]
         engine = build_engine(config, len(splits.train), args, worker)
         if state is not None:
             checkpoint.restore_zero(saved, engine, universal=moved)
@@ -118,57 +105,67 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
             if worker.rank == 0:
                 worker.log(f"going on after step {progress['step']}")
 
-    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
-    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
+    train_loader = prepare_data_loader(data.make_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed))
+    val_loader = prepare_data_loader(data.make_loader(splits.val, local_batch_size, worker))
 
     # [4] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
         measured = train_epoch(engine, train_loader, worker, args, progress)
-        metrics = cli.finish_epoch(progress, len(splits.train), {
+        metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(engine, val_loader, worker, args.batch_size),
             **measured,
             "world_size": worker.world_size,
         })  # fmt: skip
         save(worker, engine, progress, metrics)
         if worker.rank == 0:
-            worker.log(cli.describe(metrics, args.epochs))
+            worker.log(runs.describe(metrics, args.epochs))
     return progress["metrics"]
 
 
 def read_settings(args: Namespace, world_size: int) -> dict:
     """DeepSpeed's settings: those of --ds-config, with this run's batch, precision and stage. Raises ValueError."""
-    settings = json.loads(Path(args.ds_config).read_text())
+    try:
+        return fill_in(json.loads(Path(args.ds_config).read_text()), args, world_size)
+    except ValueError as error:
+        raise ValueError(f"{args.ds_config}: {error}") from error
+
+
+def fill_in(settings: dict, args: Namespace, world_size: int) -> dict:
+    """`settings` with what the options decide. Raises ValueError where both do, and differ, or where one is no use."""
+    if not isinstance(settings, dict):
+        raise ValueError("it must hold an object of settings, as ds_config.json does")
+    for part in ("zero_optimization", "optimizer", "fp16", "bf16"):
+        if not isinstance(settings.setdefault(part, {}), dict):
+            raise ValueError(f'{part} must hold settings, as in {{"name": 2}}')
     if automatic := [name for name in settings if '"auto"' in json.dumps(settings[name])]:
-        raise ValueError(f'{args.ds_config}: "auto" is Hugging Face\'s, and nothing fills it in here: {automatic[0]}')
+        raise ValueError(f'"auto" is Hugging Face\'s, and nothing fills it in here: {automatic[0]}')
     if "scheduler" in settings:
-        raise ValueError(f'{args.ds_config}: the learning rate is scheduled by this script; leave out "scheduler"')
-    zero = settings.setdefault("zero_optimization", {})
-    if not isinstance(zero, dict):
-        raise ValueError(f'{args.ds_config}: zero_optimization must hold settings, as in {{"stage": 2}}')
+        raise ValueError('the learning rate is scheduled by this script; leave out "scheduler"')
+    zero, optimizer = settings["zero_optimization"], settings["optimizer"]
     args.zero_stage = zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
     if zero["stage"] not in (0, 1, 2, 3):
-        raise ValueError(f"{args.ds_config}: ZeRO has the stages 0, 1, 2 and 3, not {zero['stage']!r}")
-    accumulation = settings.setdefault("gradient_accumulation_steps", 1)
+        raise ValueError(f"ZeRO has the stages 0, 1, 2 and 3, not {zero['stage']!r}")
     local_batch_size = data.local_batch_size(args.batch_size, world_size)
-    if local_batch_size % accumulation:
+    accumulation = settings.setdefault("gradient_accumulation_steps", 1)
+    if not isinstance(accumulation, int) or accumulation < 1 or local_batch_size % accumulation:
         raise ValueError(
-            f"{args.ds_config}: the {local_batch_size} samples of a worker's batch are not divisible by "
-            f"{accumulation} gradient_accumulation_steps"
+            f"the {local_batch_size} samples of a worker's batch are not divisible by {accumulation!r} "
+            "gradient_accumulation_steps"
         )
-    batches = {
-        "train_batch_size": args.batch_size,
-        "train_micro_batch_size_per_gpu": local_batch_size // accumulation,
-    }
-    for name, size in batches.items():
+    batches = (args.batch_size, local_batch_size // accumulation)
+    for name, size in zip(("train_batch_size", "train_micro_batch_size_per_gpu"), batches, strict=True):
         if settings.setdefault(name, size) != size:
             raise ValueError(
-                f"{args.ds_config}: {name} is {settings[name]}; --batch-size {args.batch_size} on {world_size} workers "
-                f"with {accumulation} accumulation steps makes it {size}. Leave it out, and it is filled in"
+                f"{name} is {settings[name]}; --batch-size {args.batch_size} on {world_size} workers with "
+                f"{accumulation} accumulation steps makes it {size}. Leave it out, and it is filled in"
             )
-    optimizer = settings.setdefault("optimizer", {"type": "AdamW"})
-    optimizer["params"] = {**optimizer.get("params", {}), "lr": args.lr}
+    if not isinstance(optimizer.setdefault("params", {}), dict):
+        raise ValueError("the optimizer's params must hold settings")
+    optimizer.setdefault("type", "AdamW")
+    optimizer["params"]["lr"] = args.lr
     for name in ("bf16", "fp16"):
-        settings[name] = {**settings.get(name, {}), "enabled": args.precision == name}
+        settings[name]["enabled"] = args.precision == name
     if args.offload:
         zero.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": True})
     return settings
@@ -194,30 +191,17 @@ def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, wo
     )[0]
 
 
-def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
-    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
-    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
-    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
-    return prepare_data_loader(
-        DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
-    )
-
-
 def train_epoch(
     engine: nn.Module, loader: DataLoader, worker: distributed.Worker, args: Namespace, progress: dict
 ) -> dict:
     """Train from `progress` to the end of the epoch, or to --max-steps; returns speed and memory."""
     engine.train()
-    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
-    loader.sampler.set_position(progress["position"])
-    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
-    if args.max_steps is not None:
-        counts = counts[: args.max_steps - progress["step"]]
+    counts, batches = data.epoch_batches(loader, args, progress)
     accumulation = engine.gradient_accumulation_steps()
     losses = []
     memory = measure.PeakMemory(worker.device)
     started = time.perf_counter()
-    for count, batch in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+    for count, batch in zip(counts, batches, strict=True):
         losses.append(0.0)
         for tokens, targets in zip(*(part.tensor_split(accumulation) for part in batch), strict=True):
             watched = len(losses) == len(counts) and engine.is_gradient_accumulation_boundary()
@@ -234,12 +218,12 @@ def train_epoch(
             engine.step()  # moves the weights after the last of the accumulation steps
     step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
     seconds = time.perf_counter() - started
-    cli.record_steps(progress, step_losses, counts)
+    runs.record_steps(progress, step_losses, counts)
     return {
         "samples_per_second": sum(counts) / seconds,
         "tokens_per_second": sum(counts) * tokens.shape[1] / seconds,
-        "state_bytes_per_rank": state_bytes,
-        "peak_memory_bytes": memory.stop(),
+        "state_bytes_per_rank": distributed.global_max(state_bytes),
+        "peak_memory_bytes": distributed.global_max(memory.stop()),
     }
 
 
@@ -268,7 +252,7 @@ def save(worker: distributed.Worker, engine: nn.Module, progress: dict, metrics:
     """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
     # No random state: nothing here draws numbers. With dropout add checkpoint.random_state(), as in chapter 1.
     state = {"progress": progress, "world_size": worker.world_size}
-    cluster.report(state, metrics, worker, write=lambda folder: checkpoint.save_zero(folder, engine))
+    ray_storage.report(state, metrics, worker, write=lambda folder: checkpoint.save_zero(folder, engine))
 
 
 if __name__ == "__main__":

@@ -23,13 +23,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
-from shared import checkpoint, cli, cluster, data, distributed, measure, models
+from shared import checkpoint, cli, cluster, data, distributed, measure, models, ray_storage, runs
 
 
 def main() -> None:
-    parser = cluster.gpt_parser(__doc__, {
+    parser = cli.gpt_parser(__doc__, {
         "fp32": "everything in float32",
         "bf16": "gathered weights and activations, while slices, reductions and moments stay float32",
         "fp64": "to compare runs",
@@ -44,27 +44,20 @@ def main() -> None:
     if args.strategy == "ddp" and (args.precision == "bf16" or args.offload or not args.reshard_after_forward):
         parser.error("--strategy ddp is there to compare: without --precision bf16, --offload, --no-reshard...")
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
-    folder = cluster.run_folder(args)
 
     # [1] Whatever can be wrong is found before a worker starts.
-    state = None
     with distributed.fail_together():
         data.local_batch_size(args.batch_size, cluster.world_size(args))
-        if args.num_workers > 0:
-            state = cli.claim_run(args, folder, driver, storage=cluster)
-        elif args.resume:
-            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
-        cli.check_metrics_out(args)
+        run, earlier = ray_storage.claim(args, driver)
         data.text(models.GPT_PRESETS[args.preset].context, args.text_file)
+    cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(args)
-    cli.stop_on_signals(driver, lambda: cli.farewell(folder, storage=cluster), clean_up=cluster.stop_at_once)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
-    storage_path, _, name = folder.rpartition("/")
-    earlier = state["progress"]["metrics"] if state else []
+    storage_path, name = run.place
     trainer = TorchTrainer(
-        train_worker,
-        train_loop_config={**vars(args), "folder": folder},
+        cluster.on_workers(train),
+        train_loop_config=vars(args),
         torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
         run_config=ray.train.RunConfig(
@@ -72,30 +65,21 @@ def main() -> None:
             storage_path=storage_path,
             checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
             failure_config=ray.train.FailureConfig(max_failures=3),
-            callbacks=[cluster.MetricsFile(args.metrics_out, earlier)],
+            callbacks=[ray_storage.MetricsFile(args.metrics_out, earlier)],
         ),
     )
-    returned = trainer.fit().return_value
-    if isinstance(returned, distributed.UsageError):
-        raise returned
+    metrics = cluster.fit(trainer, run, driver)
     if driver.rank == 0:
-        cli.write_metrics(args.metrics_out, returned)
-        driver.log(f"done: {folder if args.num_workers else 'local mode stores no checkpoints'}")
-
-
-def train_worker(config: dict) -> list[dict] | distributed.UsageError:
-    """What every worker runs; returns the metrics. A user's mistake is returned too: raised, Ray would try again."""
-    try:
-        return train(Namespace(**config), cluster.worker())
-    except distributed.UsageError as error:
-        return error
+        runs.write_metrics(args.metrics_out, metrics)
+        driver.log(f"done: {run.folder if args.num_workers else 'local mode stores no checkpoints'}")
 
 
 def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
+    """What every worker runs; returns the metrics."""
     config = models.GPT_PRESETS[args.preset]
     with distributed.fail_together():
         cli.check_precision(args.precision, worker.device)
-        cluster.check_folder(args)
+        ray_storage.check_folder(args)
         splits = data.text(config.context, args.text_file)
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
         if args.offload and worker.device.type == "cpu":
@@ -118,8 +102,8 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
 
     # [4] Go on where a run was interrupted: every rank reads its slices, also those that other ranks have written.
-    progress = cli.new_progress(args)
-    with cluster.newest_checkpoint(args, worker) as (saved, state):
+    progress = runs.new_progress(args)
+    with ray_storage.newest_checkpoint(args, worker) as (saved, state):
         if state is not None:
             checkpoint.restore_sharded(saved, model, optimizer)
             scheduler.load_state_dict(state["scheduler"])
@@ -127,13 +111,14 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
             if worker.rank == 0:
                 worker.log(f"going on after step {progress['step']}")
 
-    train_loader = make_loader(splits.train, local_batch_size, worker, args.seed, shuffle=True)
-    val_loader = make_loader(splits.val, local_batch_size, worker, args.seed, shuffle=False)
+    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
+    train_loader = prepare_data_loader(data.make_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed))
+    val_loader = prepare_data_loader(data.make_loader(splits.val, local_batch_size, worker))
 
     # [5] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
         measured = train_epoch(model, train_loader, optimizer, worker, args, progress)
-        metrics = cli.finish_epoch(progress, len(splits.train), {
+        metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(model, val_loader, worker, args.batch_size),
             **measured,
             "world_size": worker.world_size,
@@ -142,7 +127,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
             scheduler.step()
         save(worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
-            worker.log(cli.describe(metrics, args.epochs))
+            worker.log(runs.describe(metrics, args.epochs))
     return progress["metrics"]
 
 
@@ -161,30 +146,17 @@ def shard(model: models.GPT, args: Namespace, worker: distributed.Worker) -> Non
     fully_shard(model, **options)
 
 
-def make_loader(dataset: Dataset, batch_size: int, worker: distributed.Worker, seed: int, shuffle: bool) -> DataLoader:
-    """This rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank."""
-    # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
-    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=shuffle, seed=seed)
-    return prepare_data_loader(
-        DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
-    )
-
-
 def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
     args: Namespace, progress: dict,
 ) -> dict:  # fmt: skip
     """Train from `progress` to the end of the epoch, or to --max-steps; returns speed and memory."""
     model.train()
-    loader.sampler.set_epoch(progress["epoch"])  # a new order each epoch, the same one on all ranks
-    loader.sampler.set_position(progress["position"])
-    counts = data.global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
-    if args.max_steps is not None:
-        counts = counts[: args.max_steps - progress["step"]]
+    counts, batches = data.epoch_batches(loader, args, progress)
     losses = []
     memory = measure.PeakMemory(worker.device)
     started = time.perf_counter()
-    for count, (tokens, targets) in zip(counts, data.even_batches(loader, len(counts)), strict=False):
+    for count, (tokens, targets) in zip(counts, batches, strict=True):
         optimizer.zero_grad()
         if len(losses) == len(counts) - 1:  # the last step only: on a CPU, watching takes time
             memory.start(model, optimizer)
@@ -196,12 +168,12 @@ def train_epoch(
         losses.append(loss.detach())
     step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
     seconds = time.perf_counter() - started
-    cli.record_steps(progress, step_losses, counts)
+    runs.record_steps(progress, step_losses, counts)
     return {
         "samples_per_second": sum(counts) / seconds,
         "tokens_per_second": sum(counts) * tokens.shape[1] / seconds,
-        "state_bytes_per_rank": measure.state_bytes(model, optimizer),
-        "peak_memory_bytes": memory.stop(),
+        "state_bytes_per_rank": distributed.global_max(measure.state_bytes(model, optimizer)),
+        "peak_memory_bytes": distributed.global_max(memory.stop()),
     }
 
 
@@ -231,7 +203,7 @@ def save(worker: distributed.Worker, model, optimizer, scheduler, progress: dict
     """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
     # No random state: nothing here draws numbers. With dropout add checkpoint.random_state(), as in chapter 1.
     state = {"scheduler": scheduler.state_dict(), "progress": progress}
-    cluster.report(state, metrics, worker, write=lambda folder: checkpoint.save_sharded(folder, model, optimizer))
+    ray_storage.report(state, metrics, worker, write=lambda folder: checkpoint.save_sharded(folder, model, optimizer))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import pickle
 import random
 import re
 import shutil
+import time
 import uuid
 import zipfile
 import zlib
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -237,15 +238,26 @@ def restore_zero(folder: str | Path, engine: object, universal: bool = False) ->
         raise UsageError(f"{folder} holds no checkpoint of DeepSpeed")
 
 
-def check_sums(folder: str | Path) -> dict[str, list[int]]:
-    """Size in bytes and CRC-32 of every file in `folder`, by its path in it."""
-    found = {}
-    for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+def check_sums(
+    folder: str | Path, names: Iterable[str] | None = None, log: Callable[[str], None] = lambda line: None
+) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of every file in `folder`, by its path in it.
+
+    names: of these alone, where they are there. log: told how far it is, every ten seconds.
+    """
+    if names is None:
+        names = (path.relative_to(folder).as_posix() for path in Path(folder).rglob("*"))
+    paths = {name: Path(folder) / name for name in sorted(names) if (Path(folder) / name).is_file()}
+    total, read, said, found = sum(path.stat().st_size for path in paths.values()), 0, time.monotonic(), {}
+    for name, path in paths.items():
         crc = 0
         with open(path, "rb") as file:
             while block := file.read(2**24):
-                crc = zlib.crc32(block, crc)
-        found[path.relative_to(folder).as_posix()] = [path.stat().st_size, crc]
+                crc, read = zlib.crc32(block, crc), read + len(block)
+                if time.monotonic() - said > 10:
+                    said = time.monotonic()
+                    log(f"checking {folder}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
+        found[name] = [path.stat().st_size, crc]
     return found
 
 

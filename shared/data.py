@@ -8,13 +8,17 @@ import math
 import sysconfig
 import uuid
 import zlib
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset, default_collate
+
+from shared.distributed import Worker
 
 IMAGE_DATASETS = ("digits", "mnist", "fashion_mnist", "synthetic")
 SPLIT_SEED = 0
@@ -205,6 +209,16 @@ class UnpaddedDistributedSampler(DistributedSampler):
         return math.ceil((len(self.dataset) - self.position - self.rank) / self.num_replicas)
 
 
+def make_loader(dataset: Dataset, batch_size: int, worker: Worker, shuffle_seed: int | None = None) -> DataLoader:
+    """A rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank.
+
+    shuffle_seed: in another order each epoch, the same one on all ranks; without it in the data set's own.
+    """
+    shuffle = shuffle_seed is not None
+    sampler = UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle, shuffle_seed or 0)
+    return DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
+
+
 def local_batch_size(global_batch_size: int, world_size: int) -> int:
     """What each of `world_size` ranks takes of a global batch. Raises ValueError when it does not divide."""
     if global_batch_size % world_size:
@@ -246,3 +260,17 @@ def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
         sample = default_collate([loader.dataset[0]])
         for _ in range(num_batches - count):
             yield [tensor[:0] for tensor in sample]
+
+
+def epoch_batches(loader: DataLoader, args: Namespace, progress: dict) -> tuple[list[int], Iterator]:
+    """What is left of the epoch that `progress` is in: (samples a step over all ranks, this rank's batches).
+
+    loader: from `make_loader`. Each epoch has an order of its own, the same one on all ranks; it ends early at
+    `args.max_steps`. There are as many batches as counts, on every rank.
+    """
+    loader.sampler.set_epoch(progress["epoch"])
+    loader.sampler.set_position(progress["position"])
+    counts = global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
+    if args.max_steps is not None:
+        counts = counts[: args.max_steps - progress["step"]]
+    return counts, islice(even_batches(loader, len(counts)), len(counts))

@@ -1,23 +1,23 @@
 """Process groups without repetition: joining one, seeding, global sums, and errors that every rank sees."""
 
 import atexit
+import gc
 import os
 import random
 import sys
-import time
-import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
-from typing import NoReturn
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-CLAIMED = "workshop/claimed"
+from shared import torchrun_restarts
+
+FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+PATIENCE = timedelta(hours=12)  # for what a rank reads, copies or downloads before the others can go on
 
 
 class UsageError(ValueError):
@@ -32,8 +32,6 @@ class Worker:
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009
-    restarted: bool = False
-    """Whether torchrun has started this job again after it had begun a run (`claimed`); known to rank 0 only."""
 
     def log(self, message: str) -> None:
         """Print one line that says which rank it is from."""
@@ -50,10 +48,13 @@ def join(timeout_s: float = 600) -> Worker:
     """Join the process group that torchrun describes in the environment: nccl on GPUs, gloo on CPUs.
 
     Under plain `python` there is no group and the worker is rank 0 of 1. A collective that a rank does not reach
-    within `timeout_s` seconds raises on the others. Raises UsageError where a node has more processes than GPUs.
+    within `timeout_s` seconds raises on the others. Raises UsageError where a node has more processes than GPUs, and
+    where the environment describes half a process group.
     """
     if "RANK" not in os.environ:
         return Worker(device=torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+    if missing := [name for name in FROM_TORCHRUN if name not in os.environ]:
+        raise UsageError(f"RANK is set, and {', '.join(missing)} not: start with torchrun, or unset RANK")
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -65,7 +66,7 @@ def join(timeout_s: float = 600) -> Worker:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    prefix = name_of_attempt(store, rank, world_size, timeout_s)
+    prefix = torchrun_restarts.name_of_attempt(store, rank, world_size, timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore(prefix, store),
@@ -77,7 +78,7 @@ def join(timeout_s: float = 600) -> Worker:
     )
     # A rank that leaves while another one is still connecting would break that one's start.
     dist.barrier()
-    return Worker(rank, local_rank, world_size, device, rank == 0 and store.check([CLAIMED]))
+    return Worker(rank, local_rank, world_size, device)
 
 
 def join_alone(device: torch.device) -> None:
@@ -88,70 +89,16 @@ def join_alone(device: torch.device) -> None:
         os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
 
 
-def agent_store() -> dist.Store | None:
-    """The key-value store of torchrun's agents, which outlives the processes that they restart; None without one."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-
-
-def claimed() -> None:
-    """Note that this job has a run of its own: if torchrun starts it again, it may go on with that run."""
-    if (store := agent_store()) is not None:
-        store.set(CLAIMED, "")
-
-
-def name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """A word that all ranks of this start share, and no earlier start has used: rank 0 makes it up.
-
-    torchrun keeps one store over all its restarts, and in it the addresses of processes that are dead: a rank that
-    reads an old one waits for ever (pytorch/pytorch issue 135712). TORCHELASTIC_RESTART_COUNT does not tell the starts
-    apart, because each node counts its own. So every rank calls with a random word, rank 0 answers the call with the
-    name, and repeats that until the rank has confirmed this very name. Raises TimeoutError when a rank does not come.
-    """
-    mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
-
-    def read(key: str) -> str:
-        return store.get(key).decode() if store.check([key]) else ""
-
-    def until(reached: Callable[[], bool], missing: int) -> None:
-        while not reached():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {missing} has not come within {timeout_s:.0f} s")
-            time.sleep(0.01)
-
-    def confirmed(other: int) -> bool:
-        store.set(f"workshop/name/{other}", f"{mine} for {read(f'workshop/call/{other}')}")
-        return read(f"workshop/confirmed/{other}") == mine
-
-    if rank == 0:
-        for other in range(1, world_size):
-            until(partial(confirmed, other), missing=other)
-        return mine
-    store.set(f"workshop/call/{rank}", mine)
-    until(lambda: read(f"workshop/name/{rank}").endswith(mine), missing=0)
-    name = read(f"workshop/name/{rank}").split()[0]
-    store.set(f"workshop/confirmed/{rank}", name)
-    return name
-
-
 def leave() -> None:
-    """Leave the process group, if there is one: the last call of a script, whose process then ends well.
+    """Leave the process group, if there is one: the last call of a script.
 
     Where a DistributedDataParallel is alive while Python takes its modules apart, torch 2.15 with gloo now and then
-    aborts the process ("terminate called without an active exception"). So the process skips that part.
+    aborts the process ("terminate called without an active exception"). So what the script's own module holds is
+    released before that, while Python still runs as ever.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
-        # An exception that ends the process all the same leaves itself in `last_value`.
-        atexit.register(lambda: hasattr(sys, "last_value") or end_at_once(0))
-
-
-def end_at_once(code: int) -> NoReturn:
-    """End this process with exit code `code`, and without the teardown of Python's modules (see `leave`)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        atexit.register(lambda: (vars(sys.modules["__main__"]).clear(), gc.collect()))
 
 
 def seed_everything(seed: int) -> None:
@@ -167,6 +114,11 @@ def global_sum(values: torch.Tensor) -> torch.Tensor:
     if dist.is_initialized():
         dist.all_reduce(total)
     return total
+
+
+def global_max(value: float) -> float:
+    """The largest `value` of all ranks, the same on every rank. Collective."""
+    return max(gather_objects(value))
 
 
 def gather_objects(value: object) -> list:
@@ -200,18 +152,35 @@ def broadcast_buffers(model: torch.nn.Module) -> None:
             dist.broadcast(buffer, src=0)
 
 
+def wait_for_all() -> None:
+    """Wait until every rank has called this, however long one of them needs. Collective.
+
+    A collective raises when a rank is late by the group's timeout, which is there to find hangs in training. Reading a
+    large checkpoint or downloading a data set may well take longer: such waiting goes through the group's key-value
+    store, and lasts until the launcher ends the processes, or PATIENCE is used up.
+    """
+    if dist.is_initialized():
+        store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
+        arrived = store.add("workshop/arrived", 1)  # over all calls so far
+        meeting = f"workshop/all/{(arrived + world_size - 1) // world_size}"
+        if arrived % world_size == 0:
+            store.set(meeting, "")
+        store.wait([meeting], PATIENCE)
+
+
 @contextmanager
 def fail_together() -> Iterator[None]:
     """A ValueError or OSError that any rank meets in the block is raised on every rank, as a UsageError.
 
-    Without it one rank would leave while the others wait for it in the next collective. The block itself must not
-    hold a collective, `local_first` apart.
+    Without it one rank would leave while the others wait for it in the next collective. The block may take one rank
+    long (`wait_for_all`). It must not hold a collective, `local_first` apart.
     """
     problem = None
     try:
         yield
     except (ValueError, OSError) as error:
         problem = str(error)
+    wait_for_all()
     problems = gather_objects(problem)
     for rank, message in enumerate(problems):
         if message is not None:
@@ -221,13 +190,13 @@ def fail_together() -> Iterator[None]:
 @contextmanager
 def local_first(worker: Worker) -> Iterator[None]:
     """The first process of each node runs the block before the others do: it downloads, they find the files."""
-    if dist.is_initialized() and worker.local_rank != 0:
-        dist.barrier()
+    if worker.local_rank != 0:
+        wait_for_all()
     try:
         yield
     finally:
-        if dist.is_initialized() and worker.local_rank == 0:
-            dist.barrier()
+        if worker.local_rank == 0:
+            wait_for_all()
 
 
 def settle_buckets(ddp_model: torch.nn.Module, empty_batch: torch.Tensor) -> None:

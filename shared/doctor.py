@@ -1,17 +1,20 @@
 """Is this machine ready for the workshop? `python -m shared.doctor` says [OK] or [FAIL] with the fix."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
+import joblib
 import psutil
 import torch
 from packaging.requirements import Requirement
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
+CGROUP = Path("/sys/fs/cgroup")  # where Linux keeps a container's limits
 FIX_PACKAGES = f"{Path(sys.executable).name} -m pip install -r requirements.txt"
 
 
@@ -34,6 +37,23 @@ def wrong_packages(requirements: Path) -> list[str]:
     return wrong
 
 
+def memory() -> tuple[int, int]:
+    """(free, total) bytes of memory that this process may use: the machine's, or a container's part of them."""
+    machine = psutil.virtual_memory()
+    free, total = machine.available, machine.total
+    for limit, used, statistics in (
+        ("memory.max", "memory.current", "memory.stat"),  # cgroup v2, then v1
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
+    ):
+        text = (CGROUP / limit).read_text().strip() if (CGROUP / limit).is_file() else ""
+        if text.isdigit():  # "max": no limit
+            # Files that were read long ago count as used, and make room when it is needed.
+            cached = re.search(r"^(?:total_)?inactive_file (\d+)", (CGROUP / statistics).read_text(), re.MULTILINE)
+            unused = int(text) - int((CGROUP / used).read_text()) + (int(cached[1]) if cached else 0)
+            free, total = min(free, unused), min(total, int(text))
+    return free, total
+
+
 def findings() -> Iterator[tuple[bool, str]]:
     """(is it well, what was found and, where it is not well, how to mend it), one check after the other."""
     version = ".".join(map(str, sys.version_info[:3]))
@@ -49,15 +69,15 @@ def findings() -> Iterator[tuple[bool, str]]:
     else:
         yield True, f"packages as pinned (torch {torch.__version__})"
 
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    cpus = joblib.cpu_count()  # those that this process, its container and its job may use
     if cpus >= 2:
         yield True, f"{cpus} CPUs"
     else:
         yield False, "1 CPU: everything runs, and two processes will be slower than one. Use a machine with two or more"
 
-    memory = psutil.virtual_memory()
-    amount = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB memory free"
-    if memory.available >= 3 * 2**30:
+    available, total = memory()
+    amount = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB memory free"
+    if available >= 3 * 2**30:
         yield True, amount
     else:
         yield False, f"{amount}: lessons need 3 GiB. Close other programs, or shut down other notebooks' kernels"

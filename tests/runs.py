@@ -32,10 +32,12 @@ class Run:
     script = ROOT / "01-ddp-pytorch-only/train_ddp.py"
 
     def __init__(
-        self, nproc: int, folder: Path, *args: object, torchrun: tuple[str, ...] = (), script: Path | None = None
-    ) -> None:
+        self, nproc: int, folder: Path, *args: object, torchrun: tuple[str, ...] = (), script: Path | None = None,
+        standalone: bool = True,
+    ) -> None:  # fmt: skip
         self.metrics_file = folder / "metrics.jsonl"
-        start = [sys.executable] if nproc == 0 else [*TORCHRUN, "--nproc-per-node", str(nproc), *torchrun]
+        launcher = TORCHRUN if standalone else TORCHRUN[:-1]
+        start = [sys.executable] if nproc == 0 else [*launcher, "--nproc-per-node", str(nproc), *torchrun]
         options = ["--storage-path", folder, "--metrics-out", self.metrics_file]
         command = [*start, script or self.script, *options, *args]
         self.output = folder / f"output-{time.monotonic_ns()}"
@@ -49,12 +51,12 @@ class Run:
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.killpg(self.process.pid, number)
 
-    def ray_workers(self) -> list[psutil.Process]:
-        """The processes that train, where the script has started a Ray of its own."""
+    def ray_processes(self, actor: str) -> list[psutil.Process]:
+        """The processes of Ray's actors of this class, where the script has started a Ray of its own."""
         found = []
         for process in self.descendants():
-            with contextlib.suppress(psutil.NoSuchProcess):  # ended since
-                if process.name().startswith("ray::RayTrain"):
+            with contextlib.suppress(psutil.Error):  # ended since
+                if " ".join(process.cmdline()).startswith(f"ray::{actor}"):
                     found.append(process)
         return found
 

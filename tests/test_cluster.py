@@ -1,138 +1,23 @@
-"""shared.cluster: joining and starting Ray, and a run's checkpoints in Ray's storage."""
+"""shared.cluster: joining and starting Ray, training on it, and leaving it."""
 
 import argparse
-import json
 import os
-from pathlib import Path
+import subprocess
+import time
 
-import pyarrow.fs
+import psutil
 import pytest
 import ray
 from ray.cluster_utils import Cluster
+from ray.exceptions import ActorDiedError, RayActorError
 
-from shared import checkpoint, cli, cluster
+from shared import cli, cluster
 from shared.distributed import UsageError, Worker
-
-
-def save(folder: Path, step: int, **more: object) -> Path:
-    """A checkpoint as `cluster.report` leaves it in the storage."""
-    path = folder / f"checkpoint-{step:08d}-{len(more)}abc"
-    path.mkdir(parents=True)
-    checkpoint.save_atomically({"progress": {"step": step}}, path / cluster.STATE_FILE)
-    return path
-
-
-def snapshot(folder: Path, *names: str) -> Path:
-    path = folder / cluster.SNAPSHOT_FILE
-    path.write_text(json.dumps({"checkpoint_results": [{"checkpoint_dir_name": name} for name in names]}))
-    return path
-
-
-def test_the_newest_readable_checkpoint_is_found(tmp_path):
-    older, newer, newest = save(tmp_path, 4), save(tmp_path, 8), save(tmp_path, 12)
-    assert cluster.list_newest_first(str(tmp_path)) == [str(newest), str(newer), str(older)]
-    (newest / cluster.STATE_FILE).unlink()
-    state = newer / cluster.STATE_FILE
-    state.write_bytes(state.read_bytes()[:-50])
-    path, state, skipped = cluster.load_newest(str(tmp_path))
-    assert (path, state["progress"]["step"]) == (str(older), 4)
-    assert [words.split()[0] for words in skipped] == [newest.name, newer.name]
-    assert "truncated" in skipped[1]
-
-
-@pytest.mark.parametrize(("resume", "stored"), [(True, None), (False, "a checkpoint"), (False, None)])
-def test_a_worker_never_begins_anew_where_checkpoints_cannot_be_read(resume, stored, tmp_path, monkeypatch):
-    """A share that is away for a minute must not cost the run: Ray would delete its checkpoints for the new ones."""
-    monkeypatch.setattr(ray.train, "get_checkpoint", lambda: stored)
-    args = argparse.Namespace(num_workers=2, folder=str(tmp_path), resume=resume)
-    assert cluster.newest_state(args, Worker()) == (None, None)
-    path = save(tmp_path, 4)
-    assert cluster.newest_state(args, Worker())[1]["progress"]["step"] == 4
-    (path / cluster.STATE_FILE).write_bytes(b"cut off")
-    if not resume and stored is None:  # the first upload was cut short
-        assert cluster.newest_state(args, Worker()) == (None, None)
-    else:
-        with pytest.raises(OSError, match=f"no readable checkpoint in {tmp_path}: {path.name}"):
-            cluster.newest_state(args, Worker())
-
-
-def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
-    assert cluster.list_newest_first(str(tmp_path / "none")) == []
-    assert cluster.load_newest(str(tmp_path / "none")) == (None, None, [])
-
-
-def test_a_uri_is_a_folder_too(tmp_path):
-    save(tmp_path, 4)
-    assert cluster.load_newest(f"file://{tmp_path}")[1]["progress"]["step"] == 4
-    with pytest.raises(ValueError, match="cannot use --storage-path: Unrecognized"):
-        cluster.list_newest_first("ftp://host/runs")
-
-
-def test_of_a_checkpoint_in_a_cloud_only_the_small_file_is_fetched(tmp_path, monkeypatch):
-    older, newest = save(tmp_path, 4), save(tmp_path, 8)
-    for path in (older, newest):
-        (path / "shard").write_bytes(bytes(1000))
-        state = {"progress": {"step": 4}, "files": checkpoint.check_sums(path)}
-        del state["files"][cluster.STATE_FILE]
-        checkpoint.save_atomically(state, path / cluster.STATE_FILE)
-    (newest / "shard").write_bytes(bytes(999))
-    cloud = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())  # not a LocalFileSystem itself
-    monkeypatch.setattr(cluster, "file_system", lambda folder: (cloud, folder))
-    path, state, skipped = cluster.load_newest("")
-    assert (Path(path).name, state["progress"]["step"]) == (older.name, 4)
-    assert skipped == [f"{newest.name} (truncated: shard in it is not as it was written)"]
-
-
-def test_a_folder_that_this_node_does_not_see(tmp_path):
-    for num_workers, folder in ((0, tmp_path / "none"), (2, tmp_path), (2, "s3://bucket/runs")):
-        cluster.check_folder(argparse.Namespace(num_workers=num_workers, folder=str(folder)))
-    with pytest.raises(ValueError, match=r"none is not seen from node .* a folder that all nodes share, or a URI"):
-        cluster.check_folder(argparse.Namespace(num_workers=2, folder=str(tmp_path / "none")))
-
-
-@pytest.mark.parametrize(("write", "stays"), [
-    (lambda folder: snapshot(folder, save(folder, 4).name), True),
-    (lambda folder: snapshot(folder, "checkpoint-00000008-gone"), False),
-    (lambda folder: snapshot(folder).write_text('{"checkpoint_res'), False),
-    (lambda folder: snapshot(folder).write_text("[]"), False),
-])  # fmt: skip
-def test_a_list_that_ray_would_refuse_is_deleted(write, stays, tmp_path):
-    write(tmp_path)
-    cluster.make_folder(str(tmp_path))
-    assert (tmp_path / cluster.SNAPSHOT_FILE).exists() == stays
-    assert not (tmp_path / ".writable").exists()
-
-
-def test_a_folder_is_made_and_tried(tmp_path):
-    cluster.make_folder(str(tmp_path / "a/b"))
-    assert (tmp_path / "a/b").is_dir()
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError):
-        cluster.make_folder(str(tmp_path / "file/runs"))
-
-
-def test_the_metrics_file_has_one_line_an_epoch_whatever_is_reported(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    report = cluster.MetricsFile(str(path), [{"epoch": 1, "loss": 3.0}])
-    for line in ({"epoch": 0}, {"epoch": 2, "loss": 2.0}, {"epoch": 2, "loss": 1.5}, {"epoch": 3, "loss": 1.0}):
-        report.after_report(None, [line, {}], None)
-    assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [3.0, 1.5, 1.0]
-    cluster.MetricsFile(None, []).after_report(None, [{"epoch": 1}], None)
+from shared.ray_storage import RayRun
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return cluster.training_parser("").parse_args(words)
-
-
-def test_the_run_folder_is_a_path_or_a_uri(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert cluster.run_folder(arguments("--run-name", "mine")) == str(tmp_path / "runs/mine")
-    args = arguments("--storage-path", "s3://bucket/runs/", "--run-name", "mine")
-    assert cluster.run_folder(args) == "s3://bucket/runs/mine"
-    args.run_name = None
-    assert cluster.run_folder(args).startswith("s3://bucket/runs/" + cli.new_run_name()[:8])
-    with pytest.raises(UsageError, match="takes no options"):
-        cluster.run_folder(arguments("--storage-path", "s3://bucket/runs?scheme=http"))
+    return cli.ray_parser("").parse_args(words)
 
 
 def test_the_world_is_the_workers_or_torchruns(monkeypatch):
@@ -166,8 +51,8 @@ def test_what_the_user_has_set_stays(monkeypatch):
     ({"RAY_ADDRESS": "auto", "ANYSCALE_CLUSTER_ID": "ses_1"}, "auto"),
 ])  # fmt: skip
 @pytest.mark.parametrize(("words", "spare_cpus", "num_cpus"), [
-    (["--num-workers", "1"], 0, 2), (["--num-workers", "2"], 1, 3), (["--num-workers", "4"], 1, 5),
-    (["--num-workers", "64"], 0, 4),
+    (["--num-workers", "1"], 0, None), (["--num-workers", "2"], 0, None), (["--num-workers", "2"], 1, 3),
+    (["--num-workers", "4"], 1, 5), (["--num-workers", "64"], 0, 4),
 ])  # fmt: skip
 def test_where_ray_is_looked_for(variables, address, words, spare_cpus, num_cpus, monkeypatch):
     def init(where: str, **options) -> None:
@@ -177,7 +62,8 @@ def test_where_ray_is_looked_for(variables, address, words, spare_cpus, num_cpus
         raise ConnectionError("seen enough")
 
     monkeypatch.setattr(os, "environ", dict(variables))
-    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(cluster, "get_num_cpus", lambda **options: 2)  # a pod's part of a host of 64
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(UsageError, match=f"cannot join Ray at {address}: seen enough"):
         cluster.start(arguments(*words), spare_cpus=spare_cpus)
@@ -188,6 +74,86 @@ def test_the_driver_has_no_rank_in_its_lines(capsys):
     cluster.Driver().log("hello")
     assert capsys.readouterr().out == "[driver] hello\n"
     assert isinstance(cluster.Driver(), Worker)
+
+
+def test_only_processes_of_its_own_ray_are_ended(monkeypatch):
+    """A kernel has other children too: a shell, a server, a Ray that somebody else has started."""
+    monkeypatch.setattr(cluster, "OWN_ADDRESS", {"RAY_ADDRESS": "10.0.0.1:6379"})
+    addresses = ("10.0.0.1:6379", "10.0.0.1:6380", "")
+    sleepers = [subprocess.Popen(["sleep", "600"], env={**os.environ, "RAY_ADDRESS": each}) for each in addresses]
+    try:
+        while any("sleep" not in psutil.Process(each.pid).name() for each in sleepers):
+            time.sleep(0.01)
+        cluster.stop_at_once()
+        assert sleepers[0].wait(600) == -9
+        assert [each.poll() for each in sleepers[1:]] == [None, None]
+    finally:
+        for each in sleepers:
+            each.kill()
+
+
+class Trainer:
+    """What `fit` sees of a TorchTrainer: each outcome is raised or returned by one call."""
+
+    def __init__(self, *outcomes: object) -> None:
+        self.outcomes = list(outcomes)
+
+    def fit(self) -> argparse.Namespace:
+        outcome = self.outcomes.pop(0)
+        if isinstance(outcome, ray.train.TrainingFailedError | RayActorError):
+            raise outcome
+        return argparse.Namespace(return_value=outcome)
+
+
+@pytest.fixture
+def fit(tmp_path, monkeypatch):
+    """Fit until the end; the metrics, and the outcomes that were not asked for."""
+    released = []
+    monkeypatch.setattr(cluster, "release", lambda: released.append(1))
+
+    def run(*outcomes: object) -> tuple[list[dict], list, int]:
+        trainer = Trainer(*outcomes)
+        metrics = cluster.fit(trainer, RayRun(str(tmp_path / "mine")), cluster.Driver())
+        return metrics, trainer.outcomes, len(released)
+
+    return run
+
+
+DIED = ray.train.ControllerError(ActorDiedError())
+METRICS = [{"epoch": 1}]
+
+
+def test_a_fit_that_loses_a_process_is_tried_again(fit, capsys):
+    assert fit(METRICS) == (METRICS, [], 0)
+    assert fit(DIED, ActorDiedError(), DIED, METRICS) == (METRICS, [], 3)
+    tries = capsys.readouterr().out.splitlines()
+    assert [line[-9:] for line in tries] == [" (1 of 3)", " (2 of 3)", " (3 of 3)"]
+    assert "died where Ray Train does not replace it (ActorDiedError)" in tries[0]
+
+
+@pytest.mark.parametrize(("outcomes", "why"), [
+    ([DIED] * 4, "died where Ray Train does not replace it"),
+    ([ray.train.WorkerGroupError("", {1: ActorDiedError()})], "the worker of rank 1 died, and workers were replaced"),
+    ([ray.train.WorkerGroupError("", {3: ValueError("a bug"), 5: ActorDiedError()})],
+     "the worker of rank 3 failed: a bug"),
+    ([ray.train.ControllerError(OSError("no\nspace"))], "Ray Train failed: "),
+])  # fmt: skip
+def test_a_fit_that_failed_for_good_is_one_line(outcomes, why, fit, tmp_path):
+    with pytest.raises(cli.RunFailed) as caught:
+        fit(*outcomes)
+    message = str(caught.value)
+    assert message.startswith((why, "a worker or Ray's controller")) and "\n" not in message
+    assert message.endswith("nothing was saved yet")
+
+
+def test_a_users_mistake_is_returned_by_a_worker_and_raised_by_fit(fit, monkeypatch):
+    def train(args: argparse.Namespace, worker: Worker) -> list[dict]:
+        raise UsageError(f"{args.num_workers} are too many")
+
+    monkeypatch.setattr(cluster, "worker", Worker)
+    returned = cluster.on_workers(train)({"num_workers": 7})
+    with pytest.raises(UsageError, match="7 are too many"):
+        fit(returned)
 
 
 # --- with a Ray ------------------------------------------------------------------------------------------------------

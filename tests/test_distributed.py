@@ -1,13 +1,16 @@
 """shared.distributed: what four ranks see of each other, and what one process does without a group."""
 
+import os
+import socket
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from runs import TORCHRUN
 
-from shared import distributed
+from shared import distributed, torchrun_restarts
 
 
 def test_four_ranks_meet(tmp_path):
@@ -25,4 +28,37 @@ def test_one_process_needs_no_group():
         raise OSError("disk full")
     with pytest.raises(KeyError), distributed.fail_together():
         raise KeyError("a bug is not the user's mistake")
-    assert distributed.agent_store() is None
+    assert torchrun_restarts.note_name() is None
+    distributed.wait_for_all()
+
+
+@pytest.mark.parametrize("missing", ["LOCAL_RANK", "MASTER_PORT"])
+def test_half_a_description_of_a_group_is_refused(missing, monkeypatch):
+    for name in distributed.FROM_TORCHRUN:
+        monkeypatch.setenv(name, "0")
+    monkeypatch.delenv(missing)
+    with pytest.raises(distributed.UsageError, match=f"RANK is set, and {missing} not: start with torchrun"):
+        distributed.join()
+
+
+LEAVES = """
+import sys
+import torch
+from shared import distributed, torchrun_restarts
+
+worker = distributed.join()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+distributed.leave()
+{then}
+"""
+
+
+def test_a_script_that_has_left_keeps_its_exit_code(tmp_path):
+    expected, processes = {"": 0, "sys.exit(3)": 3, "raise SystemExit(4)": 4, "1 / 0": 1}, []
+    for then in expected:
+        with socket.create_server(("", 0)) as free:
+            alone = dict.fromkeys(distributed.FROM_TORCHRUN, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+            alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        command = [sys.executable, "-c", LEAVES.format(then=then)]
+        processes.append(subprocess.Popen(command, env={**os.environ, **alone}, stderr=subprocess.DEVNULL))
+    assert [process.wait(600) for process in processes] == list(expected.values())

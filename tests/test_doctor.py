@@ -3,6 +3,7 @@
 import collections
 import os
 import runpy
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -111,16 +112,39 @@ def test_an_old_python_fails(capsys, monkeypatch):
 
 
 def test_one_cpu_fails(capsys, monkeypatch):
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {5})
+    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 1)
     (failure,) = failures(capsys)
     assert failure.startswith("1 CPU: ") and "Use a machine with two or more" in failure
 
 
-def test_cpus_are_counted_where_there_is_no_affinity(capsys, monkeypatch):
-    monkeypatch.delattr(doctor.os, "sched_getaffinity")
-    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 6)
+def test_only_the_cpus_that_may_be_used_are_counted(capsys, monkeypatch):
+    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 6)
     doctor.check()
     assert "[OK] 6 CPUs" in capsys.readouterr().out
+
+
+def test_affinity_is_obeyed():
+    """As a batch system or a pinned container leaves it; cgroup limits are joblib's own affair too."""
+    one = {min(os.sched_getaffinity(0))}
+    command = [sys.executable, "-m", "shared.doctor"]
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=lambda: os.sched_setaffinity(0, one))
+    assert "[FAIL] 1 CPU: " in done.stdout
+
+
+@pytest.mark.parametrize("v1", [False, True])
+def test_a_containers_memory_counts_and_not_its_hosts(v1, monkeypatch, tmp_path):
+    folder, names = tmp_path, ("memory.max", "memory.current", "memory.stat")
+    if v1:
+        folder, names = tmp_path / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.stat")
+        folder.mkdir()
+    inactive = f"{'total_' * v1}inactive_file {GIB}\nanon 7\n"
+    for name, text in zip(names, (f"{4 * GIB}\n", f"{3 * GIB}\n", inactive), strict=True):
+        (folder / name).write_text(text)
+    monkeypatch.setattr(doctor, "CGROUP", tmp_path)
+    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(64 * GIB, 60 * GIB))
+    assert doctor.memory() == (2 * GIB, 4 * GIB)
+    (folder / names[0]).write_text(str(2**63 - 4096) if v1 else "max\n")
+    assert doctor.memory() == (60 * GIB, 64 * GIB)
 
 
 def test_little_memory_fails(capsys, monkeypatch):
@@ -136,7 +160,7 @@ def test_a_full_disk_fails(capsys, monkeypatch):
 
 
 def test_all_that_is_wrong_is_said_at_once(capsys, monkeypatch, installed):
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0})
+    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 1)
     monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(GIB, GIB))
     assert len(failures(capsys)) == 3
 

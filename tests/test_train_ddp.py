@@ -1,6 +1,8 @@
 """train_ddp.py as a user runs it: real processes, compared with one process and with themselves after a kill."""
 
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -64,8 +66,14 @@ def test_bf16_trains_with_float32_weights(small_mnist, tmp_path):
         "--run-name",
         "b",
     )
-    metrics = train(2, tmp_path, *options, "--epochs", "3", "--batch-size", "16")
+    options = (*options, "--epochs", "3", "--batch-size", "16")
+    metrics = train(2, tmp_path, *options)
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+    (tmp_path / "fp32").mkdir()
+    exact = train(2, tmp_path / "fp32", *options, "--precision", "fp32", "--max-steps", "1")
+    # The same weights and dropout to begin with: the first loss differs by bf16's rounding, which has 8 bits.
+    one, other = metrics[0]["step_losses"][0], exact[0]["step_losses"][0]
+    assert one != other and one == pytest.approx(other, rel=0.02)
     state = torch.load(sorted((tmp_path / "b").iterdir())[-1], weights_only=True)
     assert {tensor.dtype for tensor in state["model"].values()} == {torch.float32}
 
@@ -133,6 +141,50 @@ def test_one_rank_is_killed_and_torchrun_restarts_all(
     assert run.finish() == 0, run.text
     assert "resuming from" in run.text
     assert_equal_runs(tmp_path, run.metrics(), undisturbed(nproc, model), model)
+
+
+def start_nodes(tmp_path: Path, nnodes: str, options: tuple, *storage: Path) -> list[Run]:
+    """One torchrun agent for each storage path, as on hosts of their own; the first one's number 0 is rank 0."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    nodes = []
+    for number, path in enumerate(storage):
+        folder = tmp_path / f"node-{number}"
+        folder.mkdir()
+        # The meeting point is on the last node, so that it outlives the first. Agents number themselves by address.
+        conf = f"is_host={int(number == len(storage) - 1)},last_call_timeout=3,keep_alive_interval=1"
+        torchrun = (
+            "--nnodes", nnodes, "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-conf", conf,
+            "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", tmp_path.name, "--local-addr", f"127.0.0.{number + 1}",
+        )  # fmt: skip
+        nodes.append(Run(1, folder, *options, "--storage-path", path, torchrun=torchrun, standalone=False))
+    return nodes
+
+
+def test_two_nodes_restart_from_the_storage_that_they_share(small_mnist, undisturbed, tmp_path):
+    nodes = start_nodes(tmp_path, "2", options_for_kills("mlp", small_mnist), tmp_path, tmp_path)
+    nodes[0].wait_for(tmp_path / "run", saved_after(2, "mlp"))
+    psutil.Process(nodes[1].process.pid).children()[-1].kill()
+    for node in nodes:
+        assert node.finish() == 0, node.text
+    assert "resuming from" in nodes[0].text + nodes[1].text
+    (metrics,) = [node.metrics() for node in nodes if node.metrics_file.exists() and node.metrics_file.read_text()]
+    assert_equal_runs(tmp_path, metrics, undisturbed(2, "mlp"), "mlp")
+
+
+def test_a_restart_where_rank_0_sees_no_checkpoint_is_refused(small_mnist, tmp_path):
+    """Two hosts without shared storage: the first one is lost, and the other one becomes rank 0."""
+    storage = [tmp_path / "here", tmp_path / "there"]
+    options = (*options_for_kills("mlp", small_mnist), "--batch-size", "88", "--epochs", "100000")
+    nodes = start_nodes(tmp_path, "1:2", options, *storage)
+    nodes[0].wait_for(storage[0] / "run", "checkpoint-00000006.pt")
+    lost = nodes[0].descendants()
+    nodes[0].kill()
+    for process in lost:
+        process.kill()
+    assert nodes[1].finish() == 1
+    assert re.search(r"error: the checkpoint after step \d+ is not in .*/there/run on", nodes[1].text), nodes[1].text
+    assert not list((storage[1] / "run").glob("*.pt"))
 
 
 def test_a_refused_start_does_not_become_a_restart(small_mnist, tmp_path):

@@ -12,6 +12,7 @@ import pytest
 from runs import LIMIT, ROOT, UNEVEN, Run, assert_bit_for_bit, assert_same_losses, assert_same_state, refused, train
 
 SCRIPT = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
+DIES_WHILE_STARTING = ROOT / "tests/dies_while_starting.py"
 WITH_RAY_DATA = ROOT / "02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py"
 
 
@@ -42,7 +43,7 @@ def wait_for_epoch(run: Run, epoch: int) -> None:
 
 
 def kill_a_worker(run: Run) -> None:
-    run.ray_workers()[-1].kill()
+    run.ray_processes("RayTrainWorker")[-1].kill()
 
 
 def test_local_mode(one_process, options, tmp_path):
@@ -52,11 +53,18 @@ def test_local_mode(one_process, options, tmp_path):
     assert not (tmp_path / "run").exists()  # nothing is stored
 
 
-def test_a_killed_worker_is_replaced(one_process, options, tmp_path):
-    run = start(tmp_path, *options, "--num-workers", 1)
+def test_what_ray_train_does_not_replace(one_process, small_mnist, tmp_path, monkeypatch):
+    """A worker that dies while it is started, then Ray's controller; with the data in the default folder, ./data."""
+    monkeypatch.setenv("DIES_SCRIPT", str(SCRIPT))
+    monkeypatch.setenv("DIES_LOG", str(tmp_path / "died"))
+    (tmp_path / "data").symlink_to(small_mnist)
+    run = start(tmp_path, *UNEVEN, "--run-name", "run", "--num-workers", 1, script=DIES_WHILE_STARTING)
     wait_for_epoch(run, 1)
-    kill_a_worker(run)
+    assert (tmp_path / "died").exists()
+    (controller,) = run.ray_processes("TrainController")
+    controller.kill()
     assert run.finish() == 0, run.text
+    assert "again from the newest checkpoint (1 of 3)" in run.text and "(2 of 3)" in run.text, run.text
     assert run.text.count("going on after step 4") == 1, run.text
     assert_bit_for_bit(run.metrics(), one_process)
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
@@ -72,7 +80,7 @@ def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     time.sleep(1)
     kill_a_worker(run)
     wait_for_epoch(run, 2)
-    ray, workers = run.descendants(), run.ray_workers()
+    ray, workers = run.descendants(), run.ray_processes("RayTrainWorker")
     run.process.kill()
     run.finish()
     assert workers and not psutil.wait_procs(workers, timeout=30)[1]

@@ -1,0 +1,369 @@
+"""shared.runs: claiming a run, its progress and metrics, and how it goes on."""
+
+import json
+import math
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from shared import checkpoint, cli, runs, torchrun_restarts
+from shared.distributed import UsageError, Worker
+
+
+@pytest.fixture(autouse=True)
+def plain_python(monkeypatch):
+    """Every test starts as under plain `python train.py`: no variable of torchrun is set."""
+    for name in (
+        "RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+def parse(*words: str):
+    return cli.training_parser("A manual.").parse_args(words)
+
+
+# --- claiming a run --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def args(tmp_path):
+    return parse(
+        "--storage-path",
+        str(tmp_path / "runs"),
+        "--run-name",
+        "mine",
+        "--metrics-out",
+        str(tmp_path / "out" / "m.jsonl"),
+    )
+
+
+@pytest.fixture
+def folder(args):
+    return runs.Run.of(args).folder
+
+
+def save_step(folder: Path, step: int, **options) -> Path:
+    """A checkpoint of the run in `folder`, as a script with the default options and these would write it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = runs.new_progress(parse(*(f"--{name.replace('_', '-')}={value}" for name, value in options.items())))
+    return checkpoint.save_atomically({"progress": {**progress, "step": step}}, checkpoint.path_for_step(folder, step))
+
+
+def claim(args, folder, restarted=False):
+    return runs.Run(folder, restarted).claim(args, Worker())
+
+
+def test_a_run_has_its_folder_under_the_storage_path(args, folder, tmp_path):
+    assert folder == tmp_path / "runs" / "mine"
+
+
+def test_a_run_without_a_name_gets_a_new_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "argv", ["some/where/train_ddp.py"])
+    monkeypatch.chdir(tmp_path)
+    folder = runs.Run.of(parse()).folder
+    assert folder.parent == tmp_path / "runs"
+    assert folder.name.startswith("train_ddp-20") and folder.name.endswith(f"-{os.getpid()}")
+
+
+def test_a_new_run_gets_its_folders_and_starts_from_nothing(args, folder, tmp_path, capsys):
+    assert claim(args, folder) is None
+    assert list(folder.iterdir()) == []
+    assert (tmp_path / "out" / "m.jsonl").read_text() == ""
+    assert capsys.readouterr().out == ""
+
+
+def test_claiming_leaves_an_older_metrics_file_alone(args, folder):
+    metrics = Path(args.metrics_out)
+    metrics.parent.mkdir()
+    metrics.write_text("what was there\n")
+    claim(args, folder)
+    assert metrics.read_text() == "what was there\n"
+
+
+def test_a_run_that_exists_is_refused_before_anything_is_written(args, folder):
+    path = save_step(folder, 20)
+    with pytest.raises(ValueError) as caught:
+        claim(args, folder)
+    assert (
+        str(caught.value)
+        == f"{folder} holds a run already: add --resume to go on with it, or choose another --run-name"
+    )
+    assert list(folder.iterdir()) == [path]
+    assert not Path(args.metrics_out).exists()
+
+
+def test_even_an_unreadable_checkpoint_means_that_the_run_exists(args, folder):
+    save_step(folder, 20).write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="holds a run already"):
+        claim(args, folder)
+
+
+@pytest.mark.parametrize("how", ["--resume", "restarted by torchrun"])
+def test_a_run_goes_on_from_its_newest_readable_checkpoint(args, folder, how, capsys):
+    for step in (20, 40, 60):
+        path = save_step(folder, step)
+    path.write_bytes(path.read_bytes()[:-50])
+    args.resume = how == "--resume"
+    assert claim(args, folder, restarted=not args.resume)["progress"]["step"] == 40
+    assert capsys.readouterr().out.splitlines() == [
+        "[rank 0/1] skipped checkpoint-00000060.pt (truncated or no checkpoint at all)",
+        f"[rank 0/1] resuming from {folder / 'checkpoint-00000040.pt'}",
+    ]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_with_nothing_readable_resume_is_an_error(args, folder, broken, capsys):
+    args.resume = True
+    if broken:
+        save_step(folder, 20).write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=f"nothing to resume: no readable checkpoint in {folder}"):
+        claim(args, folder)
+    assert ("skipped checkpoint-00000020.pt" in capsys.readouterr().out) == broken
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_restart_by_torchrun_before_the_first_checkpoint_begins_anew(args, folder, resume, capsys):
+    args.resume = resume
+    assert claim(args, folder, restarted=True) is None
+    assert "restarted before anything was saved: beginning anew" in capsys.readouterr().out
+
+
+def test_a_restart_by_torchrun_on_a_host_that_has_no_checkpoint_is_refused(args, folder):
+    run = runs.Run(folder, restarted=True, saved_step=40)
+    wanted = f"the checkpoint after step 40 is not in {folder} on .*: give all nodes a --storage-path that they share"
+    with pytest.raises(ValueError, match=wanted):
+        run.claim(args, Worker())
+    save_step(folder, 20)  # of a time when rank 0 was on this host
+    with pytest.raises(ValueError, match=wanted):
+        run.claim(args, Worker())
+    save_step(folder, 60)  # written a moment before the others could note it
+    assert run.claim(args, Worker())["progress"]["step"] == 60
+
+
+def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monkeypatch):
+    """The processes that an agent starts again have the same parent, here this test's own."""
+    args.run_name = None
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    torchrun_restarts.note(folder, None)
+    again = runs.Run.of(args)
+    assert (again.folder, again.restarted, again.saved_step) == (folder, True, -1)
+    again.save({"progress": {"step": 20}}, Worker())
+    again.save({"progress": {"step": 40}}, Worker(rank=1))  # another node, to which step 40 is not yet certain
+    assert runs.Run.of(args).saved_step == 20
+    monkeypatch.setattr(os, "getppid", os.getpid)
+    other = runs.Run.of(args)
+    assert (other.folder == folder, other.restarted) == (False, False)
+
+
+def test_a_restart_by_torchrun_never_writes_over_checkpoints_that_it_cannot_read(args, folder):
+    save_step(folder, 20).write_bytes(b"cut off")
+    with pytest.raises(ValueError, match="no readable checkpoint"):
+        claim(args, folder, restarted=True)
+
+
+def test_resume_needs_a_name(args, folder):
+    args.resume, args.run_name = True, None
+    with pytest.raises(ValueError, match="--resume needs the --run-name"):
+        claim(args, folder)
+
+
+def test_a_storage_path_that_is_a_url_is_refused(args):
+    args.storage_path = "s3://bucket/runs"
+    with pytest.raises(UsageError, match="--storage-path s3://bucket/runs"):
+        runs.Run.of(args)
+
+
+def test_a_storage_path_that_cannot_be_made_is_a_clear_error(args, folder):
+    folder.parent.write_text("a file where the folder should be")
+    with pytest.raises(ValueError, match=f"cannot write to --storage-path: .*: {folder}"):
+        claim(args, folder)
+
+
+def test_a_read_only_storage_path_is_a_clear_error(args, folder, monkeypatch):
+    def refuse(path, *_):
+        raise OSError(30, "Read-only file system", str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(ValueError, match=f"cannot write to --storage-path: Read-only file system: {folder}"):
+        claim(args, folder)
+
+
+@pytest.mark.parametrize("in_the_way", ["a folder", "a file for a folder"])
+def test_a_metrics_file_that_cannot_be_written_is_a_clear_error(args, folder, in_the_way):
+    metrics = Path(args.metrics_out)
+    if in_the_way == "a folder":
+        metrics.mkdir(parents=True)
+    else:
+        metrics.parent.write_text("a file")
+    with pytest.raises(ValueError, match=f"cannot write to --metrics-out: .*: {metrics}"):
+        claim(args, folder)
+
+
+@pytest.mark.parametrize(("name", "saved"), [("model", "mlp"), ("dataset", "synthetic")])
+def test_a_checkpoint_of_another_model_or_data_set_is_refused(args, folder, name, saved):
+    path = save_step(folder, 20, **{name: saved})
+    args.resume = True
+    with pytest.raises(ValueError) as caught:
+        claim(args, folder)
+    assert str(caught.value) == f"{path} is of --{name} {saved}, and this run asks for --{name} {getattr(args, name)}"
+
+
+@pytest.mark.parametrize("progress", [{"epoch": 1}, None, {"options": {"model": "gpt"}}])
+def test_a_checkpoint_of_another_program_is_refused(args, folder, progress):
+    """Lessons write checkpoints too, with a progress of their own."""
+    folder.mkdir(parents=True)
+    state = {} if progress is None else {"progress": progress}
+    path = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, 20))
+    args.resume = True
+    with pytest.raises(ValueError, match=str(path)):
+        claim(args, folder)
+
+
+def test_other_options_than_before_are_noted(args, folder, capsys):
+    save_step(folder, 20, lr=0.5, batch_size=32)
+    args.resume = True
+    assert claim(args, folder)["progress"]["step"] == 20
+    ignored, changed = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
+    assert "--lr 0.001 is ignored: the run goes on with its own schedule, 0.5" in ignored
+    assert "batch_size 32 -> 64" in changed and "lr" not in changed and "seed" not in changed
+
+
+def test_more_epochs_are_no_other_options(args, folder, capsys):
+    save_step(folder, 20)
+    args.resume, args.epochs = True, 50
+    claim(args, folder)
+    assert "note" not in capsys.readouterr().out
+
+
+# --- progress and metrics --------------------------------------------------------------------------------------------
+
+
+def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
+    progress = runs.new_progress(parse())
+    runs.record_steps(progress, [3.0, 2.0], [4, 4])
+    runs.record_steps(progress, [1.0], [2])
+    line = runs.finish_epoch(progress, 10, {"val_loss": 0.5})
+    assert line == {
+        "epoch": 1, "train_loss": (3 * 4 + 2 * 4 + 1 * 2) / 10, "val_loss": 0.5,
+        "step_losses": [3.0, 2.0, 1.0], "samples_seen": 10,
+    }  # fmt: skip
+    assert progress == {
+        **runs.new_progress(parse()), "step": 3, "epoch": 1, "metrics": [line],
+    }  # fmt: skip
+    runs.record_steps(progress, [0.5], [10])
+    assert runs.finish_epoch(progress, 10, {})["epoch"] == 2
+    assert line["step_losses"] == [3.0, 2.0, 1.0]  # the second epoch did not write into the first one's line
+    assert [line["epoch"] for line in progress["metrics"]] == [1, 2]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_training_that_diverges_ends_and_nothing_is_noted(loss):
+    progress = runs.new_progress(parse())
+    runs.record_steps(progress, [3.0], [4])
+    before = {**progress}
+    with pytest.raises(UsageError, match=f"the loss of step 3 is {loss}"):
+        runs.record_steps(progress, [2.0, loss], [4, 4])
+    assert progress == before
+
+
+def test_an_epoch_cut_short_stays_the_current_one_and_its_line_is_replaced():
+    progress = runs.new_progress(parse())
+    runs.record_steps(progress, [3.0], [4])
+    cut = runs.finish_epoch(progress, 10, {})
+    assert (cut["samples_seen"], cut["train_loss"]) == (4, 3.0)
+    assert (progress["epoch"], progress["position"], progress["step"]) == (0, 4, 1)
+
+    runs.record_steps(progress, [2.0, 1.0], [4, 2])
+    line = runs.finish_epoch(progress, 10, {})
+    assert progress["metrics"] == [line]
+    assert cut["step_losses"] == [3.0]  # a line that was handed out does not change any more
+    assert (line["epoch"], line["samples_seen"], line["step_losses"]) == (1, 10, [3.0, 2.0, 1.0])
+    assert line["train_loss"] == pytest.approx(2.2)
+    assert (progress["epoch"], progress["position"], progress["step"]) == (1, 0, 3)
+
+
+def test_as_many_losses_as_counts():
+    with pytest.raises(ValueError):
+        runs.record_steps(runs.new_progress(parse()), [1.0, 2.0], [4])
+
+
+def test_metrics_are_one_json_line_an_epoch_and_replaced_as_a_whole(tmp_path):
+    path = tmp_path / "m.jsonl"
+    lines = [{"epoch": 1, "train_loss": 0.1 + 0.2}, {"epoch": 2, "train_loss": 1e-17}]
+    runs.write_metrics(path, lines)
+    runs.write_metrics(str(path), lines)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines  # floats to the last bit
+    runs.write_metrics(path, lines[:1])
+    assert len(path.read_text().splitlines()) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
+    runs.write_metrics(None, lines)
+
+
+@pytest.mark.parametrize("where", ["write_text", "replace"])
+def test_a_crash_while_writing_metrics_leaves_the_old_ones(tmp_path, monkeypatch, where):
+    path = tmp_path / "m.jsonl"
+    runs.write_metrics(path, [{"epoch": 1}])
+
+    def crash(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(*{"write_text": (Path, "write_text"), "replace": (os, "replace")}[where], crash)
+    with pytest.raises(OSError):
+        runs.write_metrics(path, [{"epoch": 1}, {"epoch": 2}])
+    assert path.read_text() == '{"epoch": 1}\n'
+
+
+def test_an_epoch_in_words():
+    line = {"epoch": 2, "train_loss": 0.12345, "val_loss": 0.5, "val_accuracy": 0.97654, "samples_per_second": 321.7}
+    assert runs.describe(line, 5) == (
+        "epoch 2/5  train_loss 0.1235  val_loss 0.5000  val_accuracy 0.977  322 samples/s"
+    )
+
+
+# --- the end of a run ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("words", [
+    [], ["--epochs", "3"], ["--run-name", "mine"], ["--run-name=mine"], ["--run-name", "mine", "--resume"],
+    ["--storage-path", "my runs/it's $HOME", "--metrics-out", "a;b.jsonl"],
+])  # fmt: skip
+def test_the_resume_command_can_be_pasted_into_a_shell(monkeypatch, words):
+    monkeypatch.setattr(sys, "argv", ["my scripts/train.py", *words])
+    command = shlex.split(runs.Run("runs/mine").resume_command())
+    assert command[:2] == ["python", "my scripts/train.py"]
+    again = parse(*command[2:])
+    assert again.resume and again.run_name == "mine"
+    as_before = parse(*words)
+    for name in ("epochs", "storage_path", "metrics_out"):
+        assert getattr(again, name) == getattr(as_before, name)
+    assert command.count("--resume") == 1
+    assert sum(word.startswith("--run-name") for word in command) == 1
+
+
+def test_the_resume_command_quotes_a_run_name_with_spaces(monkeypatch):
+    command = shlex.split(runs.Run("runs/my first run").resume_command())
+    assert command == ["python", "train.py", "--run-name", "my first run", "--resume"]
+
+
+def test_the_resume_command_starts_as_many_processes(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert runs.Run("runs/mine").resume_command() == (
+        "torchrun --standalone --nproc-per-node 4 train.py --run-name mine --resume"
+    )
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    assert runs.Run("runs/mine").resume_command() == "the same command on every node, with --run-name mine --resume"
+
+
+def test_the_farewell_names_what_is_saved(tmp_path):
+    assert runs.Run(tmp_path).farewell() == "nothing was saved yet"
+    path = save_step(tmp_path, 20)
+    assert runs.Run(tmp_path).farewell() == f"{path} is saved; go on with: {runs.Run(tmp_path).resume_command()}"
