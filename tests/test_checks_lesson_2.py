@@ -63,6 +63,11 @@ def test_right_answer_is_accepted(check, answer):
             lambda model, n: 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters()),
             "whose first layer is frozen",
         ),
+        (
+            checks.exercise_1_2a,
+            lambda model, n: 2 * (n - 1) / n * sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "That counts the numbers",
+        ),
         (checks.exercise_1_2a, lambda model, n: None, "should be a number"),
         (
             checks.exercise_1_2a,

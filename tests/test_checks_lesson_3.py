@@ -74,6 +74,12 @@ def test_right_answer_is_accepted(check, answer):
             r"7 samples dealt 4 \+ 3.* sum of this rank",
         ),
         (checks.exercise_1_3a, lambda losses, n, world_size: losses.sum() / n, "multiply by it"),
+        (checks.exercise_1_3a, lambda losses, n, world_size: losses.sum() / n / world_size, "multiply by it"),
+        (
+            checks.exercise_1_3a,
+            lambda losses, n, world_size: torch.tensor(losses.sum().item() / n * world_size, requires_grad=True),
+            "its gradient is not: compute with `losses` itself",
+        ),
         (
             checks.exercise_1_3a,
             lambda losses, n, world_size: losses.mean() * len(losses) / n * world_size,
