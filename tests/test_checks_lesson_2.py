@@ -5,6 +5,7 @@ import textwrap
 import pytest
 
 from shared import checks
+from shared.checks import chapter_1, machinery
 
 
 def stub(*_):
@@ -62,7 +63,22 @@ def test_right_answer_is_accepted(check, answer):
             lambda model, n: 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters()),
             "whose first layer is frozen",
         ),
+        (
+            checks.exercise_1_2a,
+            lambda model, n: 2 * (n - 1) / n * sum(p.numel() for p in model.parameters() if p.requires_grad),
+            "That counts the numbers",
+        ),
         (checks.exercise_1_2a, lambda model, n: None, "should be a number"),
+        (
+            checks.exercise_1_2a,
+            lambda model, n: sum(p.grad.nbytes for p in model.parameters()),
+            "has not been through backward",
+        ),
+        (
+            checks.exercise_1_2a,
+            lambda model, n: sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
+            "every `.grad` is None",
+        ),
         (checks.exercise_1_2b, stub, "not done yet"),
         (checks.exercise_1_2b, cut_in_blocks, "deal the samples in turn"),
         (checks.exercise_1_2b, batch_per_rank, "a full batch of 8 is 4 samples"),
@@ -118,3 +134,16 @@ def test_global_accuracy_accepts_the_right_answer(tmp_path):
 def test_global_accuracy_rejects_wrong_answers_with_help(body, help_in_message, tmp_path, capsys):
     assert checks.exercise_1_2c(exercise_file(tmp_path, body)) is False
     assert help_in_message in capsys.readouterr().out
+
+
+def test_a_rank_that_does_not_call_is_asked_about(tmp_path, monkeypatch, capsys):
+    """What two ranks say where one of them reaches no all_reduce, without starting them."""
+
+    def run_script(*args, **options):
+        raise machinery.Wrong("the script failed: [rank0]: RuntimeError: [gloo] Connection closed by peer")
+
+    monkeypatch.setattr(chapter_1, "run_script", run_script)
+    assert checks.exercise_1_2c(exercise_file(tmp_path, "return 0.5")) is False
+    said = capsys.readouterr().out
+    assert "Did every rank call every collective" in said
+    assert "Connection closed by peer" in said

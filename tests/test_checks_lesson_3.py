@@ -21,28 +21,40 @@ def local_loss(losses, global_count, world_size):
     return losses.sum() / global_count * world_size
 
 
-def my_samples(num_samples, world_size, rank, seed, epoch):
-    return shuffled(num_samples, seed + epoch)[rank::world_size]
+def my_samples(num_samples, world_size, rank, seed, epoch, done):
+    return shuffled(num_samples, seed + epoch)[done:][rank::world_size]
 
 
 def shuffled(num_samples, seed):
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def padded(num_samples, world_size, rank, seed, epoch):
+def padded(num_samples, world_size, rank, seed, epoch, done):
     order = shuffled(num_samples, seed + epoch)
     return (order + order[: -num_samples % world_size])[rank::world_size]
 
 
-def tail_dropped(num_samples, world_size, rank, seed, epoch):
+def tail_dropped(num_samples, world_size, rank, seed, epoch, done):
     order = shuffled(num_samples, seed + epoch)
     return order[: num_samples // world_size * world_size][rank::world_size]
 
 
-def dealt_then_shuffled(num_samples, world_size, rank, seed, epoch):
+def dealt_then_shuffled(num_samples, world_size, rank, seed, epoch, done):
     mine = list(range(num_samples))[rank::world_size]
     random.Random(1000 * seed + epoch).shuffle(mine)
     return mine
+
+
+def never_stopped(num_samples, world_size, rank, seed, epoch, done):
+    return my_samples(num_samples, world_size, rank, seed, epoch, 0)
+
+
+def dealt_then_cut(num_samples, world_size, rank, seed, epoch, done):
+    return my_samples(num_samples, world_size, rank, seed, epoch, 0)[done // world_size :]
+
+
+def cut_by_the_global_count(num_samples, world_size, rank, seed, epoch, done):
+    return my_samples(num_samples, world_size, rank, seed, epoch, 0)[done:]
 
 
 @pytest.mark.parametrize(
@@ -62,6 +74,12 @@ def test_right_answer_is_accepted(check, answer):
             r"7 samples dealt 4 \+ 3.* sum of this rank",
         ),
         (checks.exercise_1_3a, lambda losses, n, world_size: losses.sum() / n, "multiply by it"),
+        (checks.exercise_1_3a, lambda losses, n, world_size: losses.sum() / n / world_size, "multiply by it"),
+        (
+            checks.exercise_1_3a,
+            lambda losses, n, world_size: torch.tensor(losses.sum().item() / n * world_size, requires_grad=True),
+            "its gradient is not: compute with `losses` itself",
+        ),
         (
             checks.exercise_1_3a,
             lambda losses, n, world_size: losses.mean() * len(losses) / n * world_size,
@@ -79,30 +97,33 @@ def test_right_answer_is_accepted(check, answer):
             r"1 samples dealt 1 \+ 0, rank 1 has tensor\(0\.\)",
         ),
         (checks.exercise_1_3b, stub, "not done yet"),
-        (checks.exercise_1_3b, lambda n, world_size, rank, seed, epoch: None, "a list of sample numbers"),
+        (checks.exercise_1_3b, lambda n, world_size, rank, seed, epoch, done: None, "a list of sample numbers"),
         (
             checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch: torch.randperm(n).tolist()[rank::world_size],
+            lambda n, world_size, rank, seed, epoch, done: torch.randperm(n).tolist()[rank::world_size],
             "asked twice",
         ),
         (
             checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch: shuffled(n, seed + epoch + 100 * rank)[rank::world_size],
+            lambda n, world_size, rank, seed, epoch, done: shuffled(n, seed + epoch + 100 * rank)[rank::world_size],
             "must not depend on the rank",
         ),
         (
             checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch: shuffled(n, seed)[rank::world_size],
+            lambda n, world_size, rank, seed, epoch, done: shuffled(n, seed)[rank::world_size],
             "epoch 1 has the same order as epoch 0",
         ),
         (
             checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch: shuffled(n, seed * epoch)[rank::world_size],
+            lambda n, world_size, rank, seed, epoch, done: shuffled(n, seed * epoch)[rank::world_size],
             "seeds 7 and 8 give the same order",
         ),
         (checks.exercise_1_3b, padded, "1 sample.s. go to two ranks: no padding"),
         (checks.exercise_1_3b, tail_dropped, "3 sample.s. go to no rank"),
         (checks.exercise_1_3b, dealt_then_shuffled, "shuffle first, then deal"),
+        (checks.exercise_1_3b, never_stopped, "12 of the done ones are dealt again, and 0 others to nobody"),
+        (checks.exercise_1_3b, dealt_then_cut, "2 of the done ones are dealt again.* Cut them off the front"),
+        (checks.exercise_1_3b, cut_by_the_global_count, "12 others to nobody.* counts the samples of all ranks"),
     ],
 )
 def test_wrong_answer_gets_help(check, answer, help_in_message):

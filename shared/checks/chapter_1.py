@@ -92,10 +92,21 @@ def exercise_1_2a(bytes_sent: Callable[[torch.nn.Module, int], float]) -> None:
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         for num_ranks, times in ((2, 1.0), (4, 1.5), (8, 1.75), (1, 0.0)):
             hint = f"The gradients have {gradients:,} bytes, and a ring of {num_ranks} sends {times:g} times as many."
-            expect_close(
-                bytes_sent(model, num_ranks), times * gradients, f"for {what} on {num_ranks} rank(s) the number",
-                tolerance=1e-3, hint=hint,
-            )  # fmt: skip
+            no_gradient = (
+                "This model has not been through backward(): every `.grad` is None. "
+                "A gradient has as many bytes as its parameter, `parameter.nbytes`."
+            )
+            try:
+                seen = bytes_sent(model, num_ranks)
+            except AttributeError as error:
+                if "NoneType" not in str(error):
+                    raise
+                raise Wrong(f"your code raised AttributeError: {error}. {no_gradient}") from None
+            if seen == 0:
+                hint = no_gradient
+            elif isinstance(seen, int | float) and seen == times * gradients / next(model.parameters()).itemsize:
+                hint = "That counts the numbers; each has `element_size()` bytes."
+            expect_close(seen, times * gradients, f"for {what} on {num_ranks} rank(s) the number", 1e-3, hint)
 
 
 @exercise("1.2b", "dealt like cards: no rank has to ask another one which samples are its own.")
@@ -139,6 +150,17 @@ dist.destroy_process_group()
 """
 
 
+def run_two_ranks(script: str | Path, *args: str) -> None:
+    """run_script with two ranks, which asks the right question where one of them waited for the other in vain."""
+    try:
+        run_script(script, 2, *args, timeout=120)
+    except Wrong as error:
+        if re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe", str(error)):
+            question = "Did every rank call every collective, as often as the others? Is there one inside an `if`?"
+            raise Wrong(f"one rank waited for another in vain. {question} (What it said: {error})") from None
+        raise
+
+
 @exercise("1.2c", "counts are added over the ranks, and divided once.")
 def exercise_1_2c(script: str | Path) -> None:
     """A file with global_accuracy(hits, samples) -> the accuracy over the samples of all ranks, on every rank."""
@@ -148,7 +170,7 @@ def exercise_1_2c(script: str | Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         caller = Path(folder) / "call.py"
         caller.write_text(CALL_GLOBAL_ACCURACY)
-        run_script(caller, 2, str(script), folder, json.dumps(cases))
+        run_two_ranks(caller, str(script), folder, json.dumps(cases))
         answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
     for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
         counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
@@ -157,7 +179,7 @@ def exercise_1_2c(script: str | Path) -> None:
             seen = answers[rank][case]
             hint = f"Right are {hits0 + hits1} of {samples0 + samples1}."
             if answers[0][case] != answers[1][case]:
-                hint = "The ranks have different answers: all_reduce gives the sum to every rank."
+                hint = "The ranks have different answers: all_reduce writes the sum over its tensor, on every rank."
             elif isinstance(seen, float) and math.isclose(seen, mean, rel_tol=1e-5):
                 hint = "That is the mean of the ranks' accuracies, as if both had equally many samples: add the counts."
             expect_close(
@@ -187,20 +209,20 @@ def exercise_1_3a(local_loss: Callable[[torch.Tensor, int, int], torch.Tensor]) 
         if math.isnan(average):
             raise Wrong(f"{where} is not a number: the mean of no samples is 0 / 0. Use a sum")
         hint = "Divide the sum of this rank's losses by the global count."
-        if math.isclose(average * world_size, mean):
+        if any(math.isclose(average * factor, mean) for factor in (world_size, world_size**2)):
             hint = "DDP divides by the world size: multiply by it."
         expect_close(average, mean, where, hint=hint)
-        (gradient,) = torch.autograd.grad(sum(shares) / world_size, losses)
-        if not torch.allclose(gradient, torch.full_like(gradient, 1 / num_samples)):
+        (gradient,) = torch.autograd.grad(sum(shares) / world_size, losses, allow_unused=True)
+        if gradient is None or not torch.allclose(gradient, torch.full_like(gradient, 1 / num_samples)):
             raise Wrong(f"{where} is right, its gradient is not: compute with `losses` itself, not with a copy")
 
 
-@exercise("1.3b", "one order for all ranks, a new one each epoch, and every sample has one owner.")
-def exercise_1_3b(my_samples: Callable[[int, int, int, int, int], list[int]]) -> None:
-    """my_samples(num_samples, world_size, rank, seed, epoch) -> the samples of this rank in this epoch."""
+@exercise("1.3b", "one order for all ranks, a new one each epoch, and every sample has one owner, also after a stop.")
+def exercise_1_3b(my_samples: Callable[[int, int, int, int, int, int], list[int]]) -> None:
+    """my_samples(num_samples, world_size, rank, seed, epoch, done) -> what this rank has still to train on."""
 
-    def ask(num_samples: int, world_size: int, rank: int, seed: int, epoch: int) -> list[int]:
-        answer = my_samples(num_samples, world_size, rank, seed, epoch)
+    def ask(num_samples: int, world_size: int, rank: int, seed: int, epoch: int, done: int = 0) -> list[int]:
+        answer = my_samples(num_samples, world_size, rank, seed, epoch, done)
         try:
             return [int(index) for index in answer]
         except TypeError:
@@ -231,18 +253,24 @@ def exercise_1_3b(my_samples: Callable[[int, int, int, int, int], list[int]]) ->
         raise Wrong("seeds 7 and 8 give the same order in epoch 0: let `seed` be part of it in every epoch")
     if set(first) == set(second):
         raise Wrong("rank 0 has the same samples in both epochs, only in another order: shuffle first, then deal")
+    # A run of one process stopped after `done` samples; `world_size` ranks share what is left.
+    for num_samples, world_size, done in ((40, 2, 12), (40, 4, 6), (11, 4, 9)):
+        trained = set(ask(num_samples, 1, 0, 7, 1)[:done])
+        dealt = [index for rank in range(world_size) for index in ask(num_samples, world_size, rank, 7, 1, done)]
+        again, missing = len(trained & set(dealt)), num_samples - len(trained | set(dealt))
+        seen = f"{done} of {num_samples} samples are done, {world_size} ranks go on:"
+        hint = "`done` counts the samples of all ranks. Cut them off the front of the whole order, then deal the rest"
+        if again or missing:
+            raise Wrong(f"{seen} {again} of the done ones are dealt again, and {missing} others to nobody. {hint}")
+        if len(dealt) != num_samples - done:
+            raise Wrong(f"{seen} {len(dealt)} are dealt where {num_samples - done} are left: each to one rank only")
 
 
 @exercise("1.3c", "a new order each epoch, and one accuracy that all ranks agree on.")
 def exercise_1_3c(script: str | Path) -> None:
     """A script for 2 ranks that writes its orders and its accuracy to FOLDER/rank-R.json."""
     with tempfile.TemporaryDirectory() as folder:
-        try:
-            run_script(script, 2, folder, timeout=120)
-        except Wrong as error:
-            if re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe", str(error)):
-                raise Wrong(f"{error} One rank waited for another. Is there a collective inside an `if`?") from None
-            raise
+        run_two_ranks(script, folder)
         reports = []
         for rank in (0, 1):
             path = Path(folder, f"rank-{rank}.json")
