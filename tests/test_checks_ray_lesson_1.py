@@ -16,7 +16,7 @@ def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet", capsys)
 
 
-# --- 2.1: the scale of a run -----------------------------------------------------------------------------------------
+# --- 2.1a: the scale of a run ----------------------------------------------------------------------------------------
 
 
 def plan(num_workers, num_gpus, global_batch):
@@ -42,6 +42,15 @@ def rounded_down(num_workers, num_gpus, global_batch):
     }
 
 
+def by_an_assert(num_workers, num_gpus, global_batch):
+    assert global_batch % num_workers == 0
+    return plan(num_workers, num_gpus, global_batch)
+
+
+def by_a_text(num_workers, num_gpus, global_batch):
+    return plan(num_workers, num_gpus, global_batch) if global_batch % num_workers == 0 else "does not divide"
+
+
 def test_2_1a_accepts(capsys):
     assert_accepts(checks.exercise_2_1a, plan, capsys)
 
@@ -52,6 +61,8 @@ def test_2_1a_accepts(capsys):
     (global_batch_for_each, "each worker's batch is 64, expected 16. That is the global batch"),
     (lambda *sizes: (plan(*sizes)[0], {"batch_size": sizes[2] / sizes[0]}), "is 16.0: a DataLoader takes an int"),
     (rounded_down, "plan(3, 0, 64) returns {'batch_size': 21}: 64 does not divide by 3, so raise a ValueError"),
+    (by_an_assert, "plan(3, 0, 64) fails by an assert: a user's mistake is a ValueError"),
+    (by_a_text, "plan(3, 0, 64) returns 'does not divide': 64 does not divide by 3, so raise a ValueError"),
     (lambda *sizes: plan(*sizes)[0], "should return a ScalingConfig and a dict"),
     (lambda *sizes: (plan(*sizes)[0], 16), 'should return a train_loop_config with a "batch_size"; yours is 16'),
 ])  # fmt: skip
@@ -59,7 +70,7 @@ def test_2_1a_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_2_1a, answer, because, capsys)
 
 
-# --- 2.2: the epoch's order on any number of workers -----------------------------------------------------------------
+# --- 2.1b: the epoch's order on any number of workers ----------------------------------------------------------------
 
 
 def start_epoch(loader, epoch):
@@ -97,7 +108,7 @@ def test_2_1b_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_2_1b, answer, because, capsys)
 
 
-# --- 2.3: the best checkpoint ----------------------------------------------------------------------------------------
+# --- 2.1c: the best checkpoint ---------------------------------------------------------------------------------------
 
 
 def weights_in(checkpoint):

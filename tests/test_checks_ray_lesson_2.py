@@ -14,7 +14,7 @@ def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet", capsys)
 
 
-# --- 2.4: when a slower start pays -----------------------------------------------------------------------------------
+# --- 2.2a: when a slower start pays ----------------------------------------------------------------------------------
 
 
 def break_even(plain, cluster):
@@ -61,7 +61,7 @@ def test_2_2a_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_2_2a, answer, because, capsys)
 
 
-# --- 2.5: the rank that stands elsewhere -----------------------------------------------------------------------------
+# --- 2.2b: the rank that stands elsewhere ----------------------------------------------------------------------------
 
 
 def odd_ones(places):
@@ -91,6 +91,16 @@ def other_than_rank_zero(stacks):
     return [rank for rank in places if places[rank] != places[0]]
 
 
+def where_most_are(stacks):
+    return [rank for rank in stacks if rank not in odd_ranks(stacks)]
+
+
+def where_fewest_are(stacks):
+    places = {rank: next(f for f in frames if "train.py" in f) for rank, frames in stacks.items()}
+    (place, _) = Counter(places.values()).most_common()[-1]
+    return [rank for rank in places if places[rank] == place]
+
+
 def test_2_2b_accepts(capsys):
     assert_accepts(checks.exercise_2_2b, odd_ranks, capsys)
 
@@ -101,6 +111,8 @@ def test_2_2b_accepts(capsys):
     (by_the_function, "(another line of the same function): expected [3], you say []"),
     (other_than_rank_zero, "(the first rank): expected [0], you say [1, 2, 3]"),
     (lambda stacks: odd_ranks(stacks)[::-1], "(two of six): expected [0, 5], you say [5, 0]. Sort them."),
+    (where_most_are, "expected [2], you say [0, 1, 3]. These stand where most do"),
+    (where_fewest_are, "(all at one place): expected [], you say [0, 1, 2, 3]. All stand at one place"),
     (lambda stacks: None, "return a list of ranks, not None"),
 ])  # fmt: skip
 def test_2_2b_rejects(answer, because, capsys):

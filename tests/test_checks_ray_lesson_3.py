@@ -69,6 +69,18 @@ class UpAndDown(Shift):
         return np.stack([np.roll(image, columns, axis=0) for image, columns in moves])
 
 
+class WholeBatchUpAndDown(Shift):
+    def image(self, batch):
+        return np.roll(batch["image"], self.columns(1)[0] or 1, axis=1)
+
+
+class NotRoundTheEdge(Shift):
+    def image(self, batch):
+        images = super().image(batch)
+        images[:, :, 0] = images[:, :, -1] = 0
+        return images
+
+
 class Widens(Shift):
     def image(self, batch):
         return super().image(batch).astype(np.float64)
@@ -86,7 +98,9 @@ def test_2_3a_accepts(capsys):
     ("everything from -2 to 2", NeverTheLargest),
     ("just like the first", SameEachTime),
     ("give the generator that seed", NoSeed),
-    ("moved by -2 to 2 columns", UpAndDown),
+    ("axis=2 of the whole batch", WholeBatchUpAndDown),
+    ("Sideways is axis=1 of one image", UpAndDown),
+    ("what leaves it comes back in", NotRoundTheEdge),
     ("float64", Widens),
 ])  # fmt: skip
 def test_2_3a_rejects(answer, because, capsys):
@@ -109,6 +123,14 @@ def without_the_idle(rows, batch_size):
     return [[taken for taken in step if taken] for step in plan_steps(rows, batch_size)]
 
 
+def once_more(rows, batch_size):
+    return [*plan_steps(rows, batch_size), [0] * len(rows)]
+
+
+def by_rank(rows, batch_size):
+    return [list(rank) for rank in zip(*plan_steps(rows, batch_size), strict=True)]
+
+
 def dealt_again(rows, batch_size):
     return plan_steps([sum(rows) // len(rows)] * len(rows), batch_size)
 
@@ -121,6 +143,8 @@ def test_2_3b_accepts(capsys):
     ("not done yet", stub),
     ("goes on with empty batches", until_the_first_is_done),
     ("all-reduce waits for all", without_the_idle),
+    ("a step in which no rank has a row is one too many", once_more),
+    ("Yours has a list for each rank", by_rank),
     ("with [10, 7] rows", dealt_again),
     ("a list of steps", lambda rows, batch_size: rows),
 ])  # fmt: skip

@@ -18,6 +18,11 @@ def best_only(scores, num_to_keep, order):
     return sorted(range(len(scores)), key=lambda number: scores[number])[-num_to_keep:]
 
 
+def one_for_the_newest(scores, num_to_keep, order):
+    best = sorted(range(len(scores)), key=lambda number: scores[number], reverse=order != "min")
+    return sorted({*best[: num_to_keep - 1], len(scores) - 1})
+
+
 def test_2_4a_accepts(capsys):
     assert_accepts(checks.exercise_2_4a, kept_reports, capsys)
 
@@ -28,6 +33,11 @@ def test_2_4a_accepts(capsys):
     ("the lowest scores are the best", lambda scores, keep, order: kept_reports(scores, keep, order and "max")),
     ("Without a score", lambda scores, keep, order: kept_reports(scores, keep, order or "max")),
     ("is [1, 2, 3]; you say", lambda scores, keep, order: [*range(len(scores))][-keep:]),
+    ("The newest does not count", one_for_the_newest),
+    ("the highest scores are the best", lambda scores, keep, order: kept_reports(scores, keep, order and "min")),
+    ("the first one has the number 0", lambda *given: [number + 1 for number in kept_reports(*given)]),
+    ("Each number once", lambda scores, *rest: [*kept_reports(scores, *rest), len(scores) - 1]),
+    ("not their scores", lambda scores, *rest: [scores[number] for number in kept_reports(scores, *rest)]),
     ("a list of numbers", lambda scores, keep, order: None),
 ])  # fmt: skip
 def test_2_4a_rejects(answer, because, capsys):

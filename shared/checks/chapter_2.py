@@ -43,7 +43,10 @@ def exercise_2_1a(plan: Callable) -> None:
         answer = plan(3, 0, 64)
     except ValueError:
         return
-    raise Wrong(f"plan(3, 0, 64) returns {answer[1]!r}: 64 does not divide by 3, so raise a ValueError")
+    except AssertionError:
+        raise Wrong("plan(3, 0, 64) fails by an assert: a user's mistake is a ValueError, with the numbers") from None
+    config = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
+    raise Wrong(f"plan(3, 0, 64) returns {config!r}: 64 does not divide by 3, so raise a ValueError")
 
 
 @exercise("2.1b", "every epoch has its order, on one worker and on many.")
@@ -169,6 +172,10 @@ def exercise_2_2b(odd_ranks: Callable) -> None:
             hint = "Compare only each rank's innermost frame in train.py, with its line number."
             if sorted(seen, key=str) == expected:
                 hint = "Sort them."
+            elif not expected:
+                hint = "All stand at one place, so none is odd."
+            elif sorted([*seen, *expected], key=str) == list(range(len(stacks))):
+                hint = "These stand where most do: return the others."
             raise Wrong(f"in train.py the ranks stand at {', '.join(places)} ({name}): expected {expected}, "
                         f"you say {seen}. {hint}")  # fmt: skip
 
@@ -203,12 +210,16 @@ def exercise_2_3a(transform: Callable) -> None:
     if not np.array_equal(images, before):
         raise Wrong("the batch it was given has changed: make a new array")
     choices = [np.roll(before, columns, axis=2) for columns in range(-2, 3)]
+    upright = [np.roll(before, rows, axis=1) for rows in (-2, -1, 1, 2)]
 
     def shifts(answer: dict) -> list[int]:
         fits = [[np.array_equal(choice[i], answer["image"][i]) for choice in choices] for i in range(len(ids))]
         for i, fit in enumerate(fits):
             if not any(fit):
-                raise Wrong(f"image {i} is not the original moved by -2 to 2 columns: np.roll(image, columns, axis=1)")
+                hint = "np.roll(image, columns, axis=1) moves a single one, and what leaves it comes back in"
+                if any(np.array_equal(choice[i], answer["image"][i]) for choice in upright):
+                    hint = "it is moved up or down. Sideways is axis=1 of one image, and axis=2 of the whole batch"
+                raise Wrong(f"image {i} is not the original moved by -2 to 2 columns: {hint}")
         return [fit.index(True) - 2 for fit in fits]
 
     columns = shifts(first)
@@ -236,7 +247,11 @@ def exercise_2_3b(plan_steps: Callable[[list[int], int], list[list[int]]]) -> No
         if seen != expected:
             dealt = sum(sum(step) for step in seen)
             hint = "A rank whose rows are used up brings 0."
-            if len(seen) < len(expected):
+            if len(rows) > 1 and seen == [list(rank) for rank in zip(*expected, strict=True)]:
+                hint = "Yours has a list for each rank: return one for each step."
+            elif len(seen) > len(expected) and not any(sum(step) for step in seen[len(expected) :]):
+                hint = "All rows are used before your last step: a step in which no rank has a row is one too many."
+            elif dealt < sum(rows) and len(seen) < len(expected):
                 hint = f"{dealt} of {sum(rows)} rows are used: a rank that is done goes on with empty batches."
             elif any(len(step) != len(rows) for step in seen):
                 hint = "Every rank takes part in every step, if only with 0 rows: all-reduce waits for all."
@@ -260,18 +275,30 @@ def exercise_2_4a(kept_reports: Callable[[list[float], int, str | None], list[in
         call = f"kept_reports({scores}, {num_to_keep}, {order!r})"
         answer = kept_reports(list(scores), num_to_keep, order)
         try:
-            seen = sorted(int(number) for number in answer)
-        except TypeError:
+            seen = sorted(answer)
+            are_numbers = all(number == int(number) for number in seen)
+        except (TypeError, ValueError):
             raise Wrong(f"{call} should return a list of numbers; yours is {answer!r}") from None
+        if not are_numbers:
+            raise Wrong(f"{call} should return the numbers of the reports, not their scores; yours is {answer!r}")
         if seen != expected:
             hint = ""
             ranking = sorted(range(len(scores)), key=lambda number: scores[number])
-            if len(scores) - 1 not in seen:
+            best = ranking[::-1] if order == "max" else ranking
+            if max(seen, default=0) >= len(scores):
+                hint = f"There are {len(scores)} reports, and the first one has the number 0."
+            elif len(set(seen)) < len(seen):
+                hint = "Each number once."
+            elif len(scores) - 1 not in seen:
                 hint = "The newest is always kept: a run that fails goes on from it."
             elif order is None:
                 hint = "Without a score the newest are kept."
             elif order == "min" and seen == sorted({*ranking[-num_to_keep:], len(scores) - 1}):
                 hint = 'With order="min" the lowest scores are the best.'
+            elif order == "max" and seen == sorted({*ranking[:num_to_keep], len(scores) - 1}):
+                hint = 'With order="max" the highest scores are the best.'
+            elif order is not None and seen == sorted({*best[: num_to_keep - 1], len(scores) - 1}):
+                hint = f"The newest does not count: it is kept beside the {num_to_keep} best ones."
             raise Wrong(f"{call} is {expected}; you say {seen}. {hint}".strip())
 
 
