@@ -28,7 +28,8 @@ def test_3_1a_accepts(capsys):
     ("no gradient, no master copy", lambda *call: fine_tuning_bytes(*call, of_frozen=16)),
     ("FSDP shards every weight", lambda *call: fine_tuning_bytes(*call, shards=())),
     ("ZeRO-1 shards no weights", lambda *call: fine_tuning_bytes(*call, shards=("FSDP", "ZeRO-1", "ZeRO-2"))),
-    ("4 bytes each, and 12/8", lambda *call: fine_tuning_bytes(*call, state={**STATE, "ZeRO-1": (2, 14)})),
+    ("is 0, expected 1.6384e+07. A trainable parameter: 16 bytes that every rank keeps.", lambda *call: 0),
+    ("every rank keeps and 12/8", lambda *call: fine_tuning_bytes(*call, state={**STATE, "ZeRO-1": (2, 14)})),
     ("should be a number", lambda *call: None),
 ])  # fmt: skip
 def test_3_1a_rejects(answer, because, capsys):
@@ -58,6 +59,8 @@ def test_3_1b_accepts(capsys):
     ("there before the first sequence", lambda needed, limit: limit // (needed(2) - needed(1))),
     ("each is a run", searched),
     ("a batch of 0", lambda needed, limit: (limit - needed(0)) // (needed(1) - needed(0))),
+    ("needed(1) has the first sequence in it", lambda needed, limit: largest_batch(needed, limit) - 1),
+    ("Round down", lambda needed, limit: math.ceil((limit - needed(1)) / (needed(2) - needed(1))) + 1),
     ("it is 0", lambda needed, limit: largest_batch(needed, limit, least=-math.inf)),
     ("a whole number", lambda needed, limit: largest_batch(needed, limit) + 0.5),
     ("a whole number", lambda needed, limit: None),

@@ -16,7 +16,7 @@ def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet", capsys)
 
 
-# --- 3.4: a slice in bytes -------------------------------------------------------------------------------------------
+# --- 3.2a: a slice in bytes -------------------------------------------------------------------------------------------
 
 
 def slice_bytes(shape, dtype, world_size, rank):
@@ -53,13 +53,16 @@ def test_3_2a_accepts(capsys):
     (evened_out, "[64, 32, 32, 32]. Rows are not evened out"),
     (always_four_bytes, "A number of torch.float64 takes 8 bytes"),
     (lambda *case: slice_bytes(*case) / case[1].itemsize, "A number of torch.float32 takes 4 bytes"),
+    (lambda shape, *case: slice_bytes((shape[0], shape[1]), *case), "(10,) has 1 dimension(s): a bias or a norm"),
+    (lambda shape, dtype, n, rank: min(math.ceil(shape[0] / n), shape[0] - rank * math.ceil(shape[0] / n))
+        * math.prod(shape[1:]) * dtype.itemsize, "A rank past the last row has 0 rows"),
     (lambda *case: None, "return a number of bytes, not None"),
 ])  # fmt: skip
 def test_3_2a_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_3_2a, answer, because, capsys)
 
 
-# --- 3.5: a vision model, on two ranks -------------------------------------------------------------------------------
+# --- 3.2b: a vision model, on two ranks -------------------------------------------------------------------------------
 
 IMPORT = "from torch.distributed.fsdp import fully_shard\n\n\ndef shard(model):\n"
 BLOCKS = "    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):\n        "
@@ -91,7 +94,7 @@ def test_3_2b_rejects(body, because, tmp_path):
         exercise_3_2b(body, tmp_path)
 
 
-# --- 3.6: collectives of a step --------------------------------------------------------------------------------------
+# --- 3.2c: collectives of a step --------------------------------------------------------------------------------------
 
 
 def collectives(num_blocks, micro_batches, reshard_blocks, reshard_root):

@@ -45,6 +45,8 @@ def test_3_4b_accepts(capsys):
     ("no_sync: one all-reduce", lambda *args: bytes_sent(*args, passes=args[3])),
     ("It gathers and reduces each time", lambda *args: bytes_sent(*args, passes=1)),
     ("does not send its own part", lambda *args: bytes_sent(*args, own=1)),
+    ("two rounds, each of (N-1)/N of all gradients or weights, 4 bytes", lambda *args: bytes_sent(*args) / 4),
+    ("Two gathers and a reduce-scatter are", lambda *args: bytes_sent(*args) * (1 if args[0] == "ddp" else 2 / 3)),
     ("should be a number", lambda *args: None),
 ])  # fmt: skip
 def test_3_4b_rejects(answer, because, capsys):

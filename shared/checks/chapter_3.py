@@ -26,7 +26,9 @@ def exercise_3_1a(fine_tuning_bytes: Callable[[int, int, str, int], float]) -> N
                 of_frozen = 2 * frozen / (gpus if strategy == "FSDP" else 1)
                 expected = of_frozen + trainable * (whole + shared_out / gpus)
                 seen = fine_tuning_bytes(frozen, trainable, strategy, gpus)
-                hint = f"Trainable parameters: {whole} bytes each, and {shared_out}/{gpus} as a share."
+                parts = [f"{whole} bytes that every rank keeps"] if whole else []
+                parts += [f"{shared_out}/{gpus}, this rank's share"] if shared_out else []
+                hint = f"A trainable parameter: {' and '.join(parts)}."
                 if frozen:
                     hint = "A frozen parameter has a weight of 2 bytes: no gradient, no master copy, no moments."
                     if strategy == "FSDP" and gpus > 1:
@@ -66,7 +68,10 @@ def exercise_3_1b(largest_batch: Callable[[Callable[[int], int], int], int]) -> 
         if seen != expected:
             hint = "Where not even one sequence fits, it is 0."
             if expected and seen * sequence + fixed > limit:
-                hint = f"That needs {seen * sequence + fixed:,.0f}. Something is there before the first sequence."
+                hint = f"That needs {seen * sequence + fixed:,.0f}. "
+                hint += "Round down." if seen == expected + 1 else "Something is there before the first sequence."
+            elif seen == expected - 1:
+                hint = "One more fits: needed(1) has the first sequence in it already."
             elif expected:
                 hint = "More would fit. needed(1) holds the state too, which a second sequence does not need again."
             raise Wrong(f"{what} {expected} fit; you say {seen}. {hint}")
@@ -140,13 +145,20 @@ def exercise_3_2a(slice_bytes: Callable[[tuple[int, ...], torch.dtype, int, int]
         row = math.prod(shape[1:]) * dtype.itemsize
         expected = [row * len(rows) for rows in torch.empty(shape[0]).chunk(world_size)]
         expected += [0] * (world_size - len(expected))
-        seen = [slice_bytes(shape, dtype, world_size, rank) for rank in range(world_size)]
+        try:
+            seen = [slice_bytes(shape, dtype, world_size, rank) for rank in range(world_size)]
+        except IndexError:
+            raise Wrong(
+                f"{shape} has {len(shape)} dimension(s): a bias or a norm has one, and rows of 1 number"
+            ) from None
         if not all(isinstance(each, int | float) for each in seen):
             raise Wrong(f"return a number of bytes, not {seen[0]!r}")
         if seen == expected:
             continue
         hint, size = "", sum(expected)
-        if all(math.isclose(each, size / world_size) for each in seen):
+        if min(seen) < 0:
+            hint = "A rank past the last row has 0 rows, not fewer."
+        elif all(math.isclose(each, size / world_size) for each in seen):
             hint = "A row is never cut in two."
         elif seen == [expected[0]] * world_size:
             hint = "That is the padded storage: the last ranks have fewer rows, or none."
@@ -429,7 +441,10 @@ def exercise_3_4b(bytes_sent: Callable[[str, int, int, int], float]) -> None:
         ring = 4 * parameters * (gpus - 1) / gpus
         expected = 2 * ring if strategy == "ddp" else 3 * ring * accumulation
         seen = bytes_sent(strategy, parameters, gpus, accumulation)
-        hint = ""
+        hint = (
+            "An all-reduce is two rounds" if strategy == "ddp" else "Two gathers and a reduce-scatter are three rounds"
+        )
+        hint += ", each of (N-1)/N of all gradients or weights, 4 bytes each."
         if accumulation > 1:
             hint = "no_sync: one all-reduce a step." if strategy == "ddp" else "It gathers and reduces each time."
         elif gpus == 1:
