@@ -133,7 +133,8 @@ def evaluate(model: nn.Module, loader: DataLoader, worker: distributed.Worker) -
 
 def save(run: runs.Run, worker: distributed.Worker, model, optimizer, scheduler, progress: dict) -> None:
     """Rank 0 writes the whole state and keeps the two newest; the others hand it their random generators."""
-    run.save(checkpoint.training_state(model, optimizer, scheduler, progress), worker)
+    state = checkpoint.training_state(model, optimizer, scheduler, progress)
+    run.save(state, worker)
 
 
 if __name__ == "__main__":
