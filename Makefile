@@ -35,9 +35,10 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(
 	$(PIP) -r requirements-dev.txt
 	touch $@
 
+# --allow-root: in a container or a cloud's workspace the user often is root, and Jupyter would not start.
 lab: .venv/installed
 	$(BIN)/python -m shared.doctor || true
-	$(BIN)/jupyter lab --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
+	$(BIN)/jupyter lab --allow-root --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
 # Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
 test: .venv/installed

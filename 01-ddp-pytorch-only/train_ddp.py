@@ -62,8 +62,8 @@ def main() -> None:
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
         distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
-    train_loader = data.make_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed)
-    val_loader = data.make_loader(splits.val, local_batch_size, worker)
+    train_loader = data.rank_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed)
+    val_loader = data.rank_loader(splits.val, local_batch_size, worker)
     if not resumed:
         save(run, worker, model, optimizer, scheduler, progress)
 

@@ -88,8 +88,8 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     if isinstance(ddp_model, DistributedDataParallel):  # one worker's model is not wrapped
         distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
     # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
-    train_loader = prepare_data_loader(data.make_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed))
-    val_loader = prepare_data_loader(data.make_loader(splits.val, local_batch_size, worker))
+    train_loader = prepare_data_loader(data.rank_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed))
+    val_loader = prepare_data_loader(data.rank_loader(splits.val, local_batch_size, worker))
     if not resumed:
         save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
 

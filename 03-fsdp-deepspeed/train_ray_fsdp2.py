@@ -112,8 +112,8 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
                 worker.log(f"going on after step {progress['step']}")
 
     # Ray's own sampler would pad, and one worker would get none: it leaves ours as it is, and moves the batches.
-    train_loader = prepare_data_loader(data.make_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed))
-    val_loader = prepare_data_loader(data.make_loader(splits.val, local_batch_size, worker))
+    train_loader = prepare_data_loader(data.rank_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed))
+    val_loader = prepare_data_loader(data.rank_loader(splits.val, local_batch_size, worker))
 
     # [5] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):

@@ -28,8 +28,10 @@ IMAGE_PRECISIONS = {
 }
 
 
-class RunFailed(Exception):
-    """A run that ended for good, by no mistake of its user: `run` prints the message, and ends with exit code 1."""
+class RunFailed(UsageError):
+    """A run that ended for good, by no mistake of its user: told in the same way, with exit code 1."""
+
+    kind, exit_code = "failed", 1
 
 
 class Parser(argparse.ArgumentParser):
@@ -182,38 +184,27 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script: a UsageError ends it with exit code 2 and one line, printed by rank 0; a RunFailed with code 1.
+    """Run a script: a UsageError ends it with exit code 2 (a RunFailed with 1) and one line, printed by rank 0.
 
     Where rank 0 has none, and the ranks have not met yet, the first process of the node that has it prints the line.
     """
     try:
         main()
     except Exception as error:
-        if not isinstance(error, UsageError | RunFailed):
+        told = isinstance(error, UsageError)
+        if not told:
             # A rank that was stopped breaks the collectives of the others a moment before their own signal arrives.
             time.sleep(1)
         if STOPPING.is_set():
             time.sleep(60)  # what breaks while this process is being ended is no error of its own
-        if isinstance(error, RunFailed):
-            end(f"failed: {error}", 1)
-        if not isinstance(error, UsageError):
+        if not told:
             raise
         rank, met = rank_from_environment(), dist.is_initialized()
         if rank != 0:
             # torchrun ends all processes when the first one exits: let rank 0 speak before that.
             time.sleep(30)
-        speaks = rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0")
-        end(f"error: {error}" if speaks else "", 2, at_once=met)
-
-
-def end(message: str, code: int, at_once: bool = False) -> NoReturn:
-    """End this process with a line on stderr.
-
-    at_once: without the teardown of Python's modules, which may abort where a process group is alive.
-    """
-    if message:
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr, flush=True)
-    sys.stdout.flush()
-    if at_once:
-        os._exit(code)
-    sys.exit(code)
+        if rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
+            print(f"{Path(sys.argv[0]).name}: {error.kind}: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Where there is a process group, without the teardown of Python's modules, which may abort.
+        (os._exit if met else sys.exit)(error.exit_code)

@@ -17,12 +17,7 @@ import ray.train.torch
 from ray._private.utils import get_num_cpus
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayActorError
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup
 
 import shared
 from shared.cli import RunFailed
@@ -187,7 +182,7 @@ def grows(args: argparse.Namespace, spare_cpus: int, driver: Worker) -> bool:
     bundle = {"CPU": 1, "GPU": 1} if args.use_gpu else {"CPU": 1}
     # As Ray Train will, and what is needed beside it; an autoscaler sees it. (A worker on a GPU also needs a CPU to run
     # on, though Ray Train does not ask for it.)
-    demand = placement_group([bundle] * args.num_workers + [{"CPU": 1}] * spare_cpus)
+    demand = ray.util.placement_group([bundle] * args.num_workers + [{"CPU": 1}] * spare_cpus)
     deadline = time.monotonic() + PATIENCE_S
     try:
         while time.monotonic() < deadline:
@@ -199,7 +194,7 @@ def grows(args: argparse.Namespace, spare_cpus: int, driver: Worker) -> bool:
                 return True
         return False
     finally:
-        remove_placement_group(demand)
+        ray.util.remove_placement_group(demand)
 
 
 def worker() -> Worker:
@@ -252,9 +247,9 @@ def fit(trainer: ray.train.torch.TorchTrainer, run: RayRun, driver: Worker) -> l
 def release() -> None:
     """Free the CPUs and GPUs that this job still has in Ray's books: a group that died while it started keeps them."""
     job = ray.get_runtime_context().get_job_id()
-    for name, group in placement_group_table().items():
+    for name, group in ray.util.placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":  # a group's name ends with that of its job
-            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(name)))
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(name)))
 
 
 def reason_of(error: Exception) -> str:

@@ -209,7 +209,7 @@ class UnpaddedDistributedSampler(DistributedSampler):
         return math.ceil((len(self.dataset) - self.position - self.rank) / self.num_replicas)
 
 
-def make_loader(dataset: Dataset, batch_size: int, worker: Worker, shuffle_seed: int | None = None) -> DataLoader:
+def rank_loader(dataset: Dataset, batch_size: int, worker: Worker, shuffle_seed: int | None = None) -> DataLoader:
     """A rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank.
 
     shuffle_seed: in another order each epoch, the same one on all ranks; without it in the data set's own.
@@ -265,7 +265,7 @@ def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
 def epoch_batches(loader: DataLoader, args: Namespace, progress: dict) -> tuple[list[int], Iterator]:
     """What is left of the epoch that `progress` is in: (samples a step over all ranks, this rank's batches).
 
-    loader: from `make_loader`. Each epoch has an order of its own, the same one on all ranks; it ends early at
+    loader: from `rank_loader`. Each epoch has an order of its own, the same one on all ranks; it ends early at
     `args.max_steps`. There are as many batches as counts, on every rank.
     """
     loader.sampler.set_epoch(progress["epoch"])

@@ -23,6 +23,8 @@ PATIENCE = timedelta(hours=12)  # for what a rank reads, copies or downloads bef
 class UsageError(ValueError):
     """The user's mistake, known to every rank: `cli.run` prints it once and ends with exit code 2."""
 
+    kind, exit_code = "error", 2
+
 
 @dataclass(frozen=True)
 class Worker:

@@ -4,7 +4,9 @@ torchrun --nproc-per-node 4 ranks_meet.py FOLDER
 """
 
 import sys
+import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -38,8 +40,13 @@ for wrong in ({2}, {0, 1, 2, 3}):
         assert str(error) == ("rank 2: disk full" if wrong == {2} else "disk full"), error
     else:
         raise AssertionError("no error on this rank")
-with distributed.fail_together():
-    pass
+
+# A rank may take longer than the group's timeout, in which a collective would raise on the others.
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), dist.group.WORLD)
+with distributed.fail_together(), distributed.local_first(replace(worker, local_rank=rank % 2)):
+    time.sleep(5 if rank == 2 else 0)
+dist.distributed_c10d._set_pg_timeout(timedelta(seconds=600), dist.group.WORLD)
+assert distributed.global_max(rank) == size - 1
 
 distributed.check_same("text", "not raised")
 try:

@@ -79,6 +79,20 @@ def test_a_worker_says_what_it_skips(tmp_path, capsys):
     assert capsys.readouterr().out == said
 
 
+def test_each_rank_checks_its_share_of_the_files(tmp_path, monkeypatch):
+    args = argparse.Namespace(num_workers=3, folder=str(tmp_path), resume=False, checked=None)
+    path = save_with_shards(tmp_path, 4)
+    checked, sent = [], []
+    monkeypatch.setattr(RayRun, "verify", lambda run, path, written: checked.append(list(written)))
+    monkeypatch.setattr(ray_storage, "from_rank_zero", lambda value: sent.append(value) or value)
+    assert ray_storage.newest_state(args, Worker(world_size=3))[0] == str(path)
+    for rank in (1, 2):  # one after the other, with what rank 0 has sent
+        received = iter(sent)
+        monkeypatch.setattr(ray_storage, "from_rank_zero", lambda value, received=received: next(received))
+        assert ray_storage.newest_state(args, Worker(rank, world_size=3))[0] == str(path)
+    assert checked == [["shard-0"], ["shard-1"], []]
+
+
 def test_a_checkpoint_that_the_driver_has_checked_is_not_read_again(tmp_path, monkeypatch):
     args = arguments("--storage-path", str(tmp_path), "--run-name", "mine", "--resume")
     path = save_with_shards(tmp_path / "mine", 4)
