@@ -57,7 +57,7 @@ WRONG_1_1a = {
     "a sum": (lambda means, sizes: sum(m * n for m, n in zip(means, sizes, strict=True)), "is 16, expected 2"),
     "divided by batches": (
         lambda means, sizes: sum(m * n for m, n in zip(means, sizes, strict=True)) / len(sizes),
-        "weight it by them",
+        "is 8, expected 2. Each batch's mean stands for as many samples as the batch holds: weight it by them, and",
     ),
     "nothing returned": (lambda means, sizes: None, "should be a number, and is None"),
     "a list": (lambda means, sizes: means, "should be a number, and is [1.0, 3.0]"),
@@ -103,11 +103,11 @@ RIGHT_1_1b = [
 WRONG_1_1b = {
     "means added up": (
         accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels)),
-        "with parts of [4, 4, 4] the gradient is 3.000 times as long",
+        "with parts of [4, 4, 4] the gradient is not the whole batch's, but 3.000 times as long",
     ),
     "a mean of means": (
         accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels) / parts),
-        "with parts of [6, 5, 1] the gradient is",
+        "with parts of [6, 5, 1] the gradient is not the whole batch's",
     ),
     "sums, not divided": (
         accumulated(lambda logits, labels, whole, parts: F.cross_entropy(logits, labels, reduction="sum")),
@@ -152,12 +152,12 @@ def weight_bytes(model) -> int:
 WRONG_1_1c = {
     "without Adam": (weight_bytes, "Adam keeps two more tensors"),
     "one moment": (lambda model: 2 * weight_bytes(model), "Adam keeps two more tensors"),
-    "with gradients": (lambda model: 4 * weight_bytes(model), "the size for an MLP in torch.float32"),
+    "with gradients": (lambda model: 4 * weight_bytes(model), "expected 8,043,867. A checkpoint holds no gradients"),
     "always 4 bytes": (
         lambda model: 12 * sum(p.numel() for p in model.parameters()),
-        "the size for an MLP in torch.float64",
+        "A number has not always 4 bytes",
     ),
-    "numbers, not bytes": (lambda model: 3 * sum(p.numel() for p in model.parameters()), "element_size()"),
+    "numbers, not bytes": (lambda model: 3 * sum(p.numel() for p in model.parameters()), "how many numbers they are"),
 }
 
 
