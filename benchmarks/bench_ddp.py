@@ -2,7 +2,7 @@
 
 1. train_ddp.py on one process over a bare hand-written loop: what the script's machinery costs.
 2. Two ranks under torchrun over two independent processes at the same time: what communication costs, over batch
-   sizes and gradient accumulation.
+   sizes and gradient accumulation; and what an all-reduce takes, over the bytes.
 
 Writes ddp-DATE-DEVICE.md, .json and .svg. GPUs are used where there are any; the second part then needs two.
 """
@@ -31,6 +31,7 @@ GOAL_ONE, GOAL_TWO = 0.97, 0.90
 BATCH_SIZE = 64  # train_ddp.py's default, over all ranks
 ACCUMULATED = {(32, n) for n in (1, 2, 4, 8)}  # (local batch, accumulation)
 LARGER = {(16 * 2**n, 1) for n in range(9 if torch.cuda.is_available() else 5)}
+ALL_REDUCE_BYTES, ALL_REDUCE_TIMES = (4, 4_000, 400_000, 4_000_000, 45_000_000, 128_000_000), 15
 # A turn is about so many samples a process, in at most so many optimizer steps: some three seconds.
 TURN_SAMPLES, TURN_STEPS = (65536, 400) if torch.cuda.is_available() else (512, 16)
 
@@ -45,7 +46,10 @@ def main() -> None:
     started = time.perf_counter()
     result = {"date": time.strftime("%Y-%m-%d"), "quick": args.quick, "repeats": repeats, **machine()}
     result["one_process"] = one_process(repeats, args.quick)
-    result["two_processes"] = [] if result["gpus"] == 1 else two_processes(repeats, args.quick)
+    if result["gpus"] == 1:
+        result["two_processes"], result["all_reduce"] = [], []
+    else:
+        result["two_processes"], result["all_reduce"] = two_processes(repeats, args.quick)
     result["seconds"] = round(time.perf_counter() - started)
 
     out = args.out or (ROOT / "runs" / "bench-quick" if args.quick else HERE / "results")
@@ -95,8 +99,9 @@ def one_process(repeats: int, quick: bool) -> dict:
     return compare(bare, script)
 
 
-def two_processes(repeats: int, quick: bool) -> list[dict]:
-    """For each (local batch, accumulation): samples per second of two independent processes, and of two ranks.
+def two_processes(repeats: int, quick: bool) -> tuple[list[dict], list[list]]:
+    """For each (local batch, accumulation): samples per second of two independent processes, and of two ranks; and
+    [bytes, seconds] of all-reduces.
 
     Both pairs start once and take turns: independent, ddp, independent, ddp ... A pair without an order sleeps.
     A pair's rate is the sum of its two processes' own rates.
@@ -117,10 +122,14 @@ def two_processes(repeats: int, quick: bool) -> list[dict]:
                 measured.append(sum(wait_for(store, f"{side}-{turn}-rate-{i}", processes) for i in (0, 1)))
             last = ", ".join(f"{side} {measured[-1]:.0f}" for side, measured in rates[point].items())
             print(f"[{turn + 1}/{repeats * len(points)}] {batch} x {accumulation}: {last} samples/s", flush=True)
-        for side in ("independent", "ddp"):
-            store.set(f"{side}-{repeats * len(points)}", "null")  # the order to leave
+        turn = repeats * len(points)
+        sizes, times = (ALL_REDUCE_BYTES[:3], 1) if quick else (ALL_REDUCE_BYTES, ALL_REDUCE_TIMES)
+        store.set(f"ddp-{turn}", json.dumps({"all_reduce": sizes, "times": times}))
+        all_reduce = [[size, wait_for(store, f"ddp-{turn}-{size}-0", processes)] for size in sizes]
+        for side, last_turn in {"independent": turn, "ddp": turn + 1}.items():
+            store.set(f"{side}-{last_turn}", "null")  # the order to leave
         for process in processes:
-            process.wait(timeout=60)
+            process.wait(timeout=600)
     finally:
         for process in processes:
             process.terminate()
@@ -128,7 +137,7 @@ def two_processes(repeats: int, quick: bool) -> list[dict]:
     return [
         {"local_batch": batch, "accumulation": accumulation, **compare(both["independent"], both["ddp"])}
         for (batch, accumulation), both in rates.items()
-    ]
+    ], all_reduce
 
 
 def wait_for(store: dist.TCPStore, key: str, processes: list[subprocess.Popen]) -> float:
@@ -140,6 +149,10 @@ def wait_for(store: dist.TCPStore, key: str, processes: list[subprocess.Popen]) 
     return float(store.get(key))
 
 
+def reached(goal: bool) -> str:
+    return "reached" if goal else "MISSED"
+
+
 def report(result: dict, figure: str) -> str:
     """The result as a Markdown page."""
 
@@ -148,7 +161,7 @@ def report(result: dict, figure: str) -> str:
         return f"{rates} | {row['ratio']:.3f} | {row['lowest']:.3f} to {row['highest']:.3f}"
 
     def verdict(ratio: float, goal: float) -> str:
-        return f"**{ratio:.3f}**, goal {goal:.2f}: {'reached' if ratio >= goal else 'MISSED'}"
+        return f"**{ratio:.3f}**, goal {goal:.2f}: {reached(ratio >= goal)}"
 
     one, two = result["one_process"], {(r["local_batch"], r["accumulation"]): r for r in result["two_processes"]}
     warning = "\n**A smoke run: its numbers mean nothing.**\n" if result["quick"] else ""
@@ -176,16 +189,29 @@ Ratio {verdict(one["ratio"], GOAL_ONE)}.
     for (batch, accumulation), row in two.items():
         added = 2 * batch * accumulation * (1 / median(row["measured"]) - 1 / median(row["baseline"]))
         page += f"| {batch} | {accumulation} | {cells(row)} | {1e3 * added:.0f} ms |\n"
-    reached = [f"{batch} x {n}" for (batch, n), row in two.items() if row["ratio"] >= GOAL_TWO]
+    enough = [f"{batch} x {n}" for (batch, n), row in two.items() if row["ratio"] >= GOAL_TWO]
     best, row = max(two.items(), key=lambda item: item[1]["ratio"])
     page += f"""
 At the default, {BATCH_SIZE // 2} x 1 a rank: {verdict(two[BATCH_SIZE // 2, 1]["ratio"], GOAL_TWO)}.
 Best, at {best[0]} x {best[1]}: {verdict(row["ratio"], GOAL_TWO)}.
-Goal reached at (local batch x accumulation): {", ".join(reached) or "none of those measured"}.
+Goal reached at (local batch x accumulation): {", ".join(enough) or "none of those measured"}.
 
 ![The ratio over the samples a rank takes in a step]({figure})
 """
-    return page
+    if "all_reduce" not in result:  # measured before this part was there
+        return page
+    seconds = dict(result["all_reduce"])
+    page += "\n## An all-reduce on two ranks\n\n| bytes | milliseconds |\n|---:|---:|\n"
+    page += "".join(f"| {size:,} | {1e3 * value:.3f} |\n" for size, value in seconds.items())
+    least, few, *_, most = seconds
+    latency, bandwidth = seconds[few] / seconds[least], seconds[most] / seconds[few]
+    return (
+        page
+        + f"""
+Latency: {few:,} bytes take **{latency:.1f}** times as long as {least}, goal below 3: {reached(latency < 3)}.
+Bandwidth: {most:,} take **{bandwidth:.0f}** times as long as {few:,}, goal above 100: {reached(bandwidth > 100)}.
+"""
+    )
 
 
 def draw(result: dict, path: Path) -> None:

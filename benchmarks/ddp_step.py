@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 2 ddp_step.py PORT ddp      two ranks that average their gradients
     python ddp_step.py PORT independent INDEX                          INDEX 0 and 1: two that do not communicate
 
-Both kinds run the same code below. Orders come, and results go, through bench_ddp.py's key-value store at PORT; a
-process without an order sleeps.
+Both kinds run the same code below; ranks with DDP also time all-reduces when they are told to. Orders come, and results
+go, through bench_ddp.py's key-value store at PORT; a process without an order sleeps.
 """
 
 import json
@@ -13,6 +13,7 @@ import time
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import count
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -40,6 +41,11 @@ def main(port: int, side: str, index: int = 0) -> None:
         order = json.loads(store.get(key))  # blocks until it is there
         if order is None:
             break
+        if "all_reduce" in order:
+            for num_bytes in order["all_reduce"]:
+                seconds = all_reduce(num_bytes, order["times"], device)
+                store.set(f"{key}-{num_bytes}-{index}", str(seconds))
+            continue
         batch_size, accumulation, steps = order
         step(model, optimizer, images, labels, batch_size)  # warm-up
         if store.add(f"{key}-ready", 1) == 2:  # both processes of the pair start together
@@ -61,6 +67,17 @@ def step(model, optimizer, images, labels, batch_size: int, accumulation: int = 
         with model.no_sync() if silent else nullcontext():
             (F.cross_entropy(model(images[rows]), labels[rows]) / accumulation).backward()
     optimizer.step()
+
+
+def all_reduce(num_bytes: int, times: int, device: torch.device) -> float:
+    """The median of the seconds that an all-reduce of so many bytes takes, after one that warms up."""
+    tensor, seconds = torch.zeros(num_bytes // 4, device=device), []
+    for _ in range(times + 1):
+        dist.barrier()
+        started = clock(device)
+        dist.all_reduce(tensor)
+        seconds.append(clock(device) - started)
+    return median(seconds[1:])
 
 
 def clock(device: torch.device) -> float:

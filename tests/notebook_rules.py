@@ -13,6 +13,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 from IPython.core.inputtransformer2 import TransformerManager
+from speeds import Speeds
 
 ROOT = Path(__file__).parents[1]
 SHELLS = ("bash", "sh", "script", "!", "sx", "system")
@@ -23,6 +24,9 @@ LONGEST_TIMEOUT_S = 180
 
 # Cells whose point is the error they raise: (path from the root, cell id) -> why no other form would do.
 ALLOWED_TO_RAISE: dict[tuple[str, str], str] = {}
+# Cells with an assert of a time that holds on every machine, since it only catches a hang, or a sleep is in it:
+# (path from the root, cell id) -> why.
+TIMES_THAT_HOLD: dict[tuple[str, str], str] = {}
 
 
 class Cell:
@@ -88,6 +92,7 @@ class Notebook:
         self.chapter = int(self.chapter_folder.name[:2])
         self.number = f"{self.chapter}.{int(path.name[:2])}"
         self.folder = f"runs/lesson-{self.number.replace('.', '-')}/"  # where it may write
+        self.where = path.relative_to(ROOT).as_posix() if path.is_relative_to(ROOT) else path.name
 
 
 def lessons() -> list[Path]:
@@ -275,6 +280,21 @@ def asserts(notebook: Notebook) -> Iterator[str]:
         yield f"it asserts {len(real)} of its claims, fewer than {ASSERTS_A_LESSON}"
 
 
+def races(notebook: Notebook) -> Iterator[tuple[Cell, ast.expr]]:
+    """The asserts that depend on how fast something was, in what the kernel runs and in each script."""
+    kernel = Speeds()
+    for cell in notebook.code:
+        for assertion in kernel.read(cell.python) + Speeds().read(cell.script):
+            yield cell, assertion.test
+
+
+def no_race_of_speeds(notebook: Notebook) -> Iterator[str]:
+    """A speed is drawn, and its verdict printed: asserted, it fails where others use the machine too."""
+    for cell, test in races(notebook):
+        if not TIMES_THAT_HOLD.get((notebook.where, cell.raw.get("id"))):
+            yield f"{cell} asserts how fast something was: {ast.unparse(test)}"
+
+
 # --- rule 6: commands that can fail ----------------------------------------------------------------------------------
 
 
@@ -286,7 +306,6 @@ def shell_commands(script: str) -> list[str]:
 
 def commands_can_fail(notebook: Notebook) -> Iterator[str]:
     """A command that fails ends the notebook: no ! or %pip, no skipped cells, no forgotten exit codes."""
-    where = notebook.path.relative_to(ROOT).as_posix() if notebook.path.is_relative_to(ROOT) else notebook.path.name
     execution = notebook.raw["metadata"].get("execution", {})
     if execution.get("allow_errors"):
         yield "its metadata allows errors in every cell"
@@ -296,7 +315,7 @@ def commands_can_fail(notebook: Notebook) -> Iterator[str]:
             yield f"{cell} may take {timeout} s: a lesson takes at most {LONGEST_TIMEOUT_S}"
         if "skip-execution" in cell.tags:
             yield f"{cell} is skipped"
-        if "raises-exception" in cell.tags and not ALLOWED_TO_RAISE.get((where, cell.raw.get("id"))):
+        if "raises-exception" in cell.tags and not ALLOWED_TO_RAISE.get((notebook.where, cell.raw.get("id"))):
             yield f"{cell} may raise, and ALLOWED_TO_RAISE gives no reason"
         for node in ast.walk(cell.python):
             if not isinstance(node, ast.Call):
@@ -591,8 +610,8 @@ def solves_its_lesson(notebook: Notebook) -> Iterator[str]:
 
 
 FOR_LESSONS = (
-    plain_file, first_and_last_cell, knobs, rhythm, asserts, commands_can_fail, writes_only_under_runs,
-    leaves_nothing_running, links, taught_as_shared, exercises,
+    plain_file, first_and_last_cell, knobs, rhythm, asserts, no_race_of_speeds, commands_can_fail,
+    writes_only_under_runs, leaves_nothing_running, links, taught_as_shared, exercises,
 )  # fmt: skip
 FOR_SOLUTIONS = (
     plain_file, first_and_last_cell_of_solutions, rhythm, commands_can_fail, writes_only_under_runs,

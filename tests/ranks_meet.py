@@ -15,7 +15,7 @@ import torch.distributed as dist
 from shared import distributed
 
 folder = Path(sys.argv[1])
-worker = distributed.join(timeout_s=60)
+worker = distributed.join()
 rank, size = worker.rank, worker.world_size
 
 assert distributed.from_rank_zero(rank) == 0

@@ -50,6 +50,10 @@ def test_quick_run_writes_a_table_the_raw_numbers_and_a_figure(tmp_path):
     assert all(len(row) == len(header) == len(rule) for row in body)
     assert [float(row[4]) for row in body] == [round(row["ratio"], 3) for row in result["two_processes"]]
     assert f"]({path.stem}.svg)" in page
+    header, rule, *body = table_rows(page, "bytes")
+    assert [row[0] for row in body] == ["4", "4,000", "400,000"]
+    assert [float(row[1]) for row in body] == [round(1e3 * seconds, 3) for _, seconds in result["all_reduce"]]
+    assert "goal below 3: " in page and "goal above 100: " in page
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
 
 

@@ -19,9 +19,11 @@ def test_1_4a_accepts(capsys):
 
 
 @pytest.mark.parametrize(("answer", "because"), [
-    (lambda rates: {n: rates[n] / rates[1] for n in rates}, "2 processes is 1.6, expected 0.8. That is the speed-up"),
-    (lambda rates: {n: rates[n] / n for n in rates}, "the efficiency of 1 processes is 300, expected 1"),
-    (lambda rates: {n: n * rates[1] / rates[n] for n in rates}, "the efficiency of 2 processes is 1.25, expected 0.8"),
+    (lambda rates: {n: rates[n] / rates[1] for n in rates}, "is 1.6, expected 0.8. That is the speed-up: divide it"),
+    (lambda rates: {n: rates[n] / n for n in rates}, "is 240, expected 0.8. That is the rate of each process: divide"),
+    (lambda rates: {n: n * rates[1] / rates[n] for n in rates}, "is 1.25, expected 0.8. It is upside down"),
+    (lambda rates: {n: 100 * rates[n] / (n * rates[1]) for n in rates}, "is 80, expected 0.8. That is a percentage"),
+    (lambda rates: {n: rates[n] / max(rates.values()) for n in rates}, "on 2 process(es) is 0.533333, expected 0.8."),
     (lambda rates: [rates[n] / (n * rates[1]) for n in rates], "return a dict with the same keys, 1, 2 and 4"),
 ])  # fmt: skip
 def test_1_4a_rejects(answer, because, capsys):
@@ -103,6 +105,10 @@ def test_1_4c_accepts(printed, capsys):
     (["mean loss 1.0\n", "", ""], "the mean loss of 3 ranks is 1, expected 2. Is it the mean over ALL ranks?"),
     (["mean loss tensor([2.0])\n", "", ""], "should be a number, and is 'tensor([2.0])'"),
     (machinery.Wrong("it hangs: no end after 120 s."), "not right yet: it hangs"),
+    (machinery.Wrong("the script failed: RuntimeError: Connection closed by peer [127.0.0.1]"),
+     "one rank waited for another in vain. Did every rank call every collective"),
+    (machinery.Wrong("the script failed: RuntimeError: Timed out waiting 30000ms for recv"), "one inside an `if`?"),
+    (machinery.Wrong("the script failed: NameError: name 'los' is not defined"), "not right yet: the script failed: "),
 ])  # fmt: skip
 def test_1_4c_rejects(outcome, because, printed, capsys):
     printed(outcome)

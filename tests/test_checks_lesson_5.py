@@ -37,6 +37,14 @@ def changed(old: str, new: str):
     return answer
 
 
+def static_command(node, hosts, nproc, arguments):
+    """As older tutorials have it."""
+    return [
+        "torchrun", "--nnodes", str(len(hosts)), "--nproc-per-node", str(nproc), "--node-rank", str(node),
+        "--master-addr", hosts[0], "--master-port", "29500", "train_ddp.py", *arguments,
+    ]  # fmt: skip
+
+
 def test_right_answers_are_accepted():
     assert checks.exercise_1_5a((place_of, rank_of), strict=True)
     assert checks.exercise_1_5a((lambda rank, processes: tuple(place_of(rank, processes)), rank_of), strict=True)
@@ -90,8 +98,9 @@ def test_wrong_places_are_rejected_with_help(answer, help_in_message, capsys):
         (lambda *a: ["torchrun", *a[3], *node_command(*a)[1 : -len(a[3])]], "torchrun refuses it"),
         (lambda *a: [*node_command(*a), "--seed", "1"], "torchrun's options, then train_ddp.py"),
         (changed("first", "node-{node}"), "one --rdzv-id"),
-        (changed("--rdzv-id", "--role"), "one --rdzv-id"),
+        (changed("--rdzv-id", "--role"), "none where it is missing"),
         (changed("c10d", "static"), "--rdzv-backend should be c10d"),
+        (static_command, "the older way: section 1"),
         (changed("2", "1"), "--nnodes should be 2"),
         (changed("gpu-1:29500", "{host}:29500"), "on node 1 (gpu-2)"),
         (changed("gpu-1:29500", "gpu-1:2950{node}"), "several ports"),

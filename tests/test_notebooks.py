@@ -20,6 +20,7 @@ from notebook_rules import (
     knobs,
     leaves_nothing_running,
     links,
+    no_race_of_speeds,
     plain_file,
     rhythm,
     solves_its_lesson,
@@ -84,6 +85,9 @@ def test_every_exception_gives_a_reason_and_is_needed():
         assert len(reason.split()) >= 5
         cells = {cell.raw["id"]: cell for cell in Notebook(ROOT / path).cells}
         assert "raises-exception" in cells[identity].tags
+    for (path, identity), reason in rules.TIMES_THAT_HOLD.items():
+        assert len(reason.split()) >= 5
+        assert identity in [cell.raw["id"] for cell, _ in rules.races(Notebook(ROOT / path))]
 
 
 # --- a chapter that keeps every rule ---------------------------------------------------------------------------------
@@ -236,6 +240,44 @@ SHARED_FUNCTION = (
     "    return [global_batch_size] * full + [tail] * (tail > 0)"
 )
 
+CLOCKED = "import time; began = time.time()\n"
+RACES = {
+    "a clock": f"{CLOCKED}assert time.time() - began < 5",
+    "a limit": f"{CLOCKED}limit = began + 5\nassert time.time() < limit",
+    "a clock by another name": "from time import perf_counter as now\nbegan = now()\nassert now() - began < 5",
+    "timeit": "import timeit\nleast = min(timeit.repeat('1'))\nassert least < 1",
+    "%timeit": "result = %timeit -o f()\nassert result.best < 1",
+    "a key": "rate = metrics['samples_per_second']\nassert rate > 300",
+    "get": "assert metrics.get('tokens_per_second', 0) > 300",
+    "an attribute": "assert result.elapsed < 5",
+    "a ratio": "speedup = rates[2] / rates[1]\nassert 1 < speedup < 2",
+    "a list": f"{CLOCKED}took = []\nfor _ in range(3):\n    took.append(time.time() - began)\nassert min(took[1:]) < 5",
+    "a dict": f"{CLOCKED}took = dict.fromkeys('ab', 0.0)\nfor part in took:\n    took[part] += time.time() - began\n"
+    "share = {part: value / 2 for part, value in took.items()}\nassert share['a'] > share['b']",
+    "an entry": f"{CLOCKED}runs = [{{'loss': 0.5, 'took': time.time() - began}}]\nassert runs[0]['took'] < 5",
+    "a function": f"def f():\n    {CLOCKED}    return time.time() - began\n\nassert f() < 5",
+    "what a function stores": "import time\ntook = {}\n\ndef f(name, began):\n    took[name] = time.time() - began\n\n"
+    "assert took['a'] < 5",
+    "a method": "class Watch:\n    def stop(self):\n        return time.time() - self.began\n\nassert watch.stop() < 5",
+    "unpacked": "one, two = {'a': runs[0]['seconds'], 'b': runs[1]['seconds']}.values()\nassert one < two",
+    "the fastest": "best = min(seconds, key=seconds.get)\nassert best == 'DDP'",
+    "a verdict": "faster = seconds[0] < seconds[1]\nassert faster",
+    "among others": "assert loss < 1 and all((value < 5 for value in seconds))",
+}
+NO_RACES = [
+    f"{CLOCKED}ended = time.time()\nassert began <= ended",  # an order of moments
+    "assert len(seconds) == 2 and set(seconds) == {'a', 'b'} and 'a' in seconds",
+    "assert isinstance(seconds, dict) and seconds.keys() == names and elapsed is not None",
+    f"{CLOCKED}run = {{'loss': 0.5, 'took': time.time() - began}}\nassert run['loss'] < 1",
+    "for name, value in seconds.items():\n    print(value)\n    assert name in names and name != ''",
+    "for step, (took, loss) in enumerate(zip(seconds, losses)):\n    assert loss < step + 1",
+    "one, two = seconds\none, two = losses\nassert one < two",  # other values by now
+    "same = {k: v for k, v in line.items() if k != 'samples_per_second'}\nassert same == other",
+    "assert rate == 0.1 and patience.total_seconds() == 600",  # a learning rate, a setting
+    f"{CLOCKED}print('fast' if time.time() - began < 5 else 'slow')\nassert EPOCHS > 0",
+    f"{CLOCKED}while not done() and time.time() < began + 600:\n    pass\nassert done()",
+]
+
 BROKEN_LESSONS = [
     # 1: plain files
     (plain_file, "outputs", cell(1, outputs=[{"output_type": "stream", "text": "hi"}]), "has outputs"),
@@ -295,6 +337,14 @@ BROKEN_LESSONS = [
     (asserts, "in a script", lambda path: (
         edit("assert 1 + 1 == 2", "pass")(path), edit("import os\n\nprint", "import os\n\nassert os\nprint")(path)
     ), "it asserts 2"),
+    # 5: no race of speeds
+    *[(no_race_of_speeds, what, code(source), source.rpartition("assert ")[2]) for what, source in RACES.items()],
+    (no_race_of_speeds, "two cells", lambda path: (
+        code("assert took < 5", at=10)(path), code(f"{CLOCKED}took = time.time() - began")(path)
+    ), "took < 5"),
+    (no_race_of_speeds, "in a script", edit(
+        "print(os", f"{CLOCKED}assert time.time() - began < 5\nprint(os"
+    ), "time.time() - began < 5"),
     # 6: commands that can fail
     (commands_can_fail, "!", code("!torchrun a.py"), "runs a command with !"),
     (commands_can_fail, "! in a block", code("if True:\n    !ls"), "runs a command with !"),
@@ -427,6 +477,7 @@ ALLOWED = [
     (taught_as_shared, code("def global_batch_counts(num_samples):\n    raise NotImplementedError")),
     (knobs, code("environment = {**os.environ, 'A': '1'}\nos.environ['A'] = '1'")),
     (rhythm, code(LONG.replace("x40 = 40", ""))),
+    *[(no_race_of_speeds, code(source)) for source in NO_RACES],
 ]
 
 
@@ -442,6 +493,14 @@ def test_an_exception_with_a_reason_is_allowed(chapter, monkeypatch):
     cell(1, metadata={"tags": ["raises-exception"]})(path)
     monkeypatch.setitem(rules.ALLOWED_TO_RAISE, (path.name, "cell-2"), "the error is what it teaches")
     assert list(commands_can_fail(Notebook(path))) == []
+
+
+def test_a_time_that_holds_on_every_machine_is_allowed(chapter, monkeypatch):
+    path = chapter / "01_small.ipynb"
+    code(f"{CLOCKED}assert time.time() < began + 600")(path)
+    assert list(no_race_of_speeds(Notebook(path)))
+    monkeypatch.setitem(rules.TIMES_THAT_HOLD, (path.name, "new-cell-2"), "after ten minutes the job hangs")
+    assert list(no_race_of_speeds(Notebook(path))) == []
 
 
 def test_python_that_does_not_parse_is_no_silent_pass(chapter):

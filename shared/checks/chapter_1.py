@@ -24,7 +24,10 @@ from shared.checks.machinery import Wrong, exercise, expect_close, run_script
 @exercise("1.1a", "a mean over samples, not a mean of means.")
 def exercise_1_1a(mean_loss: Callable[[list[float], list[int]], float]) -> None:
     """mean_loss(batch_means, batch_sizes) -> the mean loss over all samples."""
-    hint = "Each batch's mean stands for as many samples as the batch holds: weight it by them."
+    hint = (
+        "Each batch's mean stands for as many samples as the batch holds: weight it by them, "
+        "and divide once, by the number of all samples."
+    )
     expect_close(mean_loss([1.0, 3.0], [4, 4]), 2.0, "the mean of two batches of 4 with means 1 and 3", hint=hint)
     expect_close(
         mean_loss([1.0, 3.0], [64, 5]), 79 / 69, "the mean of batches of 64 and 5 with means 1 and 3", hint=hint
@@ -52,7 +55,7 @@ def exercise_1_1b(accumulate: Callable) -> None:
             if not torch.allclose(parameter.grad, reference, rtol=1e-9, atol=1e-12):
                 ratio = (parameter.grad.norm() / reference.norm()).item()
                 raise Wrong(
-                    f"with parts of {sizes} the gradient is {ratio:.3f} times as long as the whole batch's. "
+                    f"with parts of {sizes} the gradient is not the whole batch's, but {ratio:.3f} times as long. "
                     "backward() adds to .grad, so divide each part's SUM of losses by the size of the whole batch"
                 )
         if len(calls) != len(sizes):  # the right gradient, but the whole batch was held at once
@@ -69,11 +72,16 @@ def exercise_1_1c(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
         optimizer.step()
         file = io.BytesIO()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-        dtype = next(model.parameters()).dtype
-        expect_close(
-            checkpoint_bytes(model), file.tell(), f"the size for an MLP in {dtype}", tolerance=0.01,
-            hint="Adam keeps two more tensors of each parameter's size; element_size() gives the bytes of one number.",
-        )  # fmt: skip
+        weights = [parameter.numel() * parameter.element_size() for parameter in model.parameters()]
+        dtype, seen = next(model.parameters()).dtype, checkpoint_bytes(model)
+        hint = "Adam keeps two more tensors of each parameter's size."
+        if seen == 3 * sum(parameter.numel() for parameter in model.parameters()):
+            hint = "That is how many numbers they are: element_size() gives the bytes of one."
+        elif seen == 12 * sum(parameter.numel() for parameter in model.parameters()):
+            hint = "A number has not always 4 bytes: element_size() says how many."
+        elif seen == 4 * sum(weights):
+            hint = "A checkpoint holds no gradients: the next step computes them anew."
+        expect_close(seen, file.tell(), f"the size for an MLP in {dtype}", tolerance=0.01, hint=hint)
 
 
 # --- Lesson 1.2: ranks and collectives ------------------------------------------------------------------------------
@@ -302,9 +310,15 @@ def exercise_1_4a(efficiency: Callable[[dict[int, float]], dict[int, float]]) ->
     seen = efficiency({1: 300.0, 2: 480.0, 4: 900.0})
     if not isinstance(seen, dict) or sorted(seen) != [1, 2, 4]:
         raise Wrong(f"return a dict with the same keys, 1, 2 and 4; yours is {seen!r}")
-    for n, expected in {1: 1.0, 2: 0.8, 4: 0.75}.items():
-        hint = "That is the speed-up: divide it by the number of processes." if n > 1 else ""
-        expect_close(seen[n], expected, f"the efficiency of {n} processes", hint=hint)
+    for n, expected in ((2, 0.8), (4, 0.75), (1, 1.0)):
+        hints = {  # what was returned, and what it is
+            n * expected: "That is the speed-up: divide it by the number of processes.",
+            1 / expected: "It is upside down: what was reached, over n times what one process reaches.",
+            100 * expected: "That is a percentage: return a share, 1.0 for all of it.",
+            300 * expected: "That is the rate of each process: divide it by the rate of one process alone.",
+        }
+        found = [hint for wrong, hint in hints.items() if isinstance(seen[n], float) and math.isclose(seen[n], wrong)]
+        expect_close(seen[n], expected, f"the efficiency on {n} process(es)", hint=" ".join(found))
 
 
 @exercise("1.4b", "float64 tells a bug from rounding.")
@@ -333,7 +347,14 @@ def exercise_1_4b(verdict: Callable[[list[float], list[float], list[float], list
 @exercise("1.4c", "every rank reaches the collective, one rank speaks.")
 def exercise_1_4c(script: str | Path) -> None:
     """A script that prints "mean loss X" once, X being the mean of rank + 1 over all ranks."""
-    lines = [[line for line in text.splitlines() if "mean loss" in line] for text in run_script(script, 3)]
+    try:
+        printed = run_script(script, 3)
+    except Wrong as error:
+        if re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe", str(error)):
+            question = "Did every rank call every collective, as often as the others? Is there one inside an `if`?"
+            raise Wrong(f"one rank waited for another in vain. {question} (What it said: {error})") from None
+        raise
+    lines = [[line for line in text.splitlines() if "mean loss" in line] for text in printed]
     if [len(of_a_rank) for of_a_rank in lines] != [1, 0, 0]:
         said = ", ".join(str(len(of_a_rank)) for of_a_rank in lines)
         raise Wrong(f"3 ranks print {said} lines with `mean loss`; expected one, from rank 0 alone")
@@ -406,7 +427,10 @@ def exercise_1_5b(node_command: Callable[[int, list[str], int, list[str]], list[
                 ("--rdzv-backend", command.rdzv_backend, "c10d"),
             ):
                 if seen != expected:
-                    raise Wrong(f"on {where}, {nproc} processes a node, {option} should be {expected}, and is {seen}")
+                    hint = ". (--node-rank and --master-addr are the older way: section 1)" if seen == "static" else ""
+                    raise Wrong(
+                        f"on {where}, {nproc} process(es) a node, {option} should be {expected}, and is {seen}{hint}"
+                    )
             if command.rdzv_endpoint.partition(":")[0] != hosts[0]:
                 hint = f"All meet at one place: --rdzv-endpoint {hosts[0]}:29500, on every node."
                 raise Wrong(f"on {where} --rdzv-endpoint is {command.rdzv_endpoint or 'missing'}. {hint}")
@@ -414,4 +438,5 @@ def exercise_1_5b(node_command: Callable[[int, list[str], int, list[str]], list[
             raise Wrong(f"the nodes knock at several ports: {[command.rdzv_endpoint for command in commands]}")
         ids = [command.rdzv_id for command in commands]
         if len(set(ids)) > 1 or ids[0] == "none":
-            raise Wrong(f"one launch has one --rdzv-id, the same on every node; yours are {ids}")
+            hint = " (none where it is missing)" if "none" in ids else ""
+            raise Wrong(f"one launch has one --rdzv-id, the same on every node; yours are {ids}{hint}")

@@ -52,7 +52,8 @@ def expect_close(seen: float, expected: float, what: str, tolerance: float = 1e-
     except (TypeError, ValueError):
         raise Wrong(f"{what} should be a number, and is {seen!r}") from None
     if not math.isclose(seen, expected, rel_tol=tolerance, abs_tol=tolerance):
-        raise Wrong(f"{what} is {seen:.6g}, expected {expected:.6g}. {hint}".strip())
+        shown = [f"{number:,.0f}" if 1e6 <= abs(number) < 1e15 else f"{number:.6g}" for number in (seen, expected)]
+        raise Wrong(f"{what} is {shown[0]}, expected {shown[1]}. {hint}".strip())
 
 
 def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 120) -> list[str]:
