@@ -46,7 +46,7 @@ def main() -> None:
     # [1] Whatever can be wrong is found before a worker starts.
     with distributed.fail_together():
         data.local_batch_size(args.batch_size, cluster.world_size(args))
-        settings = read_settings(args, cluster.world_size(args))
+        args.settings = read_settings(args, cluster.world_size(args))
         run, earlier = ray_storage.claim(args, driver)
         data.text(models.GPT_PRESETS[args.preset].context, args.text_file)
     cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
@@ -56,7 +56,7 @@ def main() -> None:
     storage_path, name = run.place
     trainer = TorchTrainer(
         cluster.on_workers(train),
-        train_loop_config={**vars(args), "settings": settings},
+        train_loop_config=vars(args),
         torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
         run_config=ray.train.RunConfig(
@@ -127,7 +127,7 @@ def read_settings(args: Namespace, world_size: int) -> dict:
     """DeepSpeed's settings: those of --ds-config, with this run's batch, precision and stage. Raises ValueError."""
     try:
         return fill_in(json.loads(Path(args.ds_config).read_text()), args, world_size)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # of the file's text, of its values
         raise ValueError(f"{args.ds_config}: {error}") from error
 
 
@@ -160,10 +160,8 @@ def fill_in(settings: dict, args: Namespace, world_size: int) -> dict:
                 f"{name} is {settings[name]}; --batch-size {args.batch_size} on {world_size} workers with "
                 f"{accumulation} accumulation steps makes it {size}. Leave it out, and it is filled in"
             )
-    if not isinstance(optimizer.setdefault("params", {}), dict):
-        raise ValueError("the optimizer's params must hold settings")
     optimizer.setdefault("type", "AdamW")
-    optimizer["params"]["lr"] = args.lr
+    optimizer["params"] = {**optimizer.get("params", {}), "lr": args.lr}
     for name in ("bf16", "fp16"):
         settings[name]["enabled"] = args.precision == name
     if args.offload:

@@ -230,7 +230,9 @@ def fit(trainer: ray.train.torch.TorchTrainer, run: RayRun, driver: Worker) -> l
     for attempt in range(1, FITS + 1):
         try:
             returned = trainer.fit().return_value
-            break
+            if isinstance(returned, UsageError):
+                raise returned
+            return returned
         except (ray.train.TrainingFailedError, RayActorError) as error:
             lost = error.controller_failure if isinstance(error, ray.train.ControllerError) else error
             reason = reason_of(lost)
@@ -239,9 +241,6 @@ def fit(trainer: ray.train.torch.TorchTrainer, run: RayRun, driver: Worker) -> l
             driver.log(f"{reason}; starting the workers again from the newest checkpoint ({attempt} of {FITS - 1})")
             run.make_folder()
             release()
-    if isinstance(returned, UsageError):
-        raise returned
-    return returned
 
 
 def release() -> None:

@@ -26,7 +26,10 @@ LONGEST_TIMEOUT_S = 180
 ALLOWED_TO_RAISE: dict[tuple[str, str], str] = {}
 # Cells with an assert of a time that holds on every machine, since it only catches a hang, or a sleep is in it:
 # (path from the root, cell id) -> why.
-TIMES_THAT_HOLD: dict[tuple[str, str], str] = {}
+TIMES_THAT_HOLD: dict[tuple[str, str], str] = {
+    ("02-ddp-pytorch-ray/04_checkpoints.ipynb", "cell-23"): "the upload that is waited for sleeps half a second",
+    ("03-fsdp-deepspeed/02_fsdp2.ipynb", "cell-63"): "the storage that is waited for sleeps half a second",
+}
 
 
 class Cell:

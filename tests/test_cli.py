@@ -240,5 +240,5 @@ for _ in range(2):  # a loader's workers end with each epoch
 
 def test_only_a_stop_stops_and_not_the_end_of_a_loaders_worker():
     command = [sys.executable, "-c", LOADS_WITH_WORKERS]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (result.returncode, result.stdout) == (0, "10\n10\n"), result.stderr

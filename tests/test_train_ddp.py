@@ -212,7 +212,7 @@ def test_a_signal_ends_the_run_and_names_the_way_on(nproc, number, small_mnist, 
     sent = time.monotonic()
     run.process.send_signal(number)  # to torchrun alone, which passes it on
     code = run.finish()
-    assert time.monotonic() - sent < 30
+    assert time.monotonic() - sent < 120  # seconds on any machine; what it must not do is go on
     assert code == (128 + number if nproc == 0 else 1)
     said = [line for line in run.text.splitlines() if "stopped by" in line]
     assert len(said) == 1, run.text

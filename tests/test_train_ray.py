@@ -83,7 +83,7 @@ def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     ray, workers = run.descendants(), run.ray_processes("RayTrainWorker")
     run.process.kill()
     run.finish()
-    assert workers and not psutil.wait_procs(workers, timeout=30)[1]
+    assert workers and not psutil.wait_procs(workers, timeout=120)[1]
     for process in ray:  # Ray's agents stay for minutes
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
@@ -119,11 +119,11 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)
     assert run.finish() == 128 + signal.SIGINT
-    assert time.monotonic() - sent < 30
+    assert time.monotonic() - sent < 120  # seconds, but on any machine
     (said,) = [line for line in run.text.splitlines() if "stopped by" in line]
     assert said.startswith(f"[driver] stopped by SIGINT: {tmp_path / 'run'}/checkpoint-")
     assert "--run-name run " in said and said.endswith("--resume")
-    psutil.wait_procs(ray, timeout=30)
+    psutil.wait_procs(ray, timeout=120)
     assert not [process for process in ray if process.is_running()]
 
 
@@ -142,7 +142,7 @@ def test_bad_input(args, words, tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     started = time.monotonic()
     assert words in refused(0, tmp_path, *args, script=SCRIPT)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 300  # and not for ever
 
 
 def test_a_cluster_that_is_gone(tmp_path, monkeypatch):

@@ -113,7 +113,7 @@ def sharded_states(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("states")
     for nproc, action in ((4, "save"), (2, "load"), (1, "load")):
         command = [*TORCHRUN, "--nproc-per-node", str(nproc), ROOT / "tests/sharded_states.py", action, folder]
-        subprocess.run(command, check=True, timeout=300)
+        subprocess.run(command, check=True, timeout=900)
     return folder
 
 
@@ -159,13 +159,20 @@ def test_bad_input(script, args, words, tmp_path, monkeypatch):
     ({"gradient_accumulation_steps": "auto"}, '"auto" is Hugging Face\'s, and nothing fills it in here: gradient_acc'),
     ({"zero_optimization": True}, "zero_optimization must hold settings"),
     ({"scheduler": {"type": "WarmupLR"}}, 'leave out "scheduler"'),
+    ({"optimizer": ["AdamW"]}, "optimizer must hold settings"),
+    ({"optimizer": {"params": ["lr"]}}, "'list' object is not a mapping"),
+    ({"gradient_accumulation_steps": "two"}, "not divisible by 'two' gradient_accumulation_steps"),
+    ([], "it must hold an object of settings"),
+    ('{"zero_optimization": ', "Expecting value: line 1 column 23"),
 ])  # fmt: skip
 def test_contradicting_settings(settings, words, deepspeed_script, tmp_path):
     path = tmp_path / "ds.json"
-    path.write_text(json.dumps(json.loads((ROOT / "03-fsdp-deepspeed/ds_config.json").read_text()) | settings))
+    if isinstance(settings, dict):
+        settings = json.loads((ROOT / "03-fsdp-deepspeed/ds_config.json").read_text()) | settings
+    path.write_text(settings if isinstance(settings, str) else json.dumps(settings))
     if "train_batch_size" in settings:  # one of them as a user meets it
         assert words in refused(0, tmp_path, "--ds-config", path, script=DEEPSPEED)
-    with pytest.raises(ValueError, match=re.escape(words)):
+    with pytest.raises(ValueError, match=f"{path}: .*{re.escape(words)}"):
         deepspeed_script.read_settings(arguments(path), world_size=2)
 
 
