@@ -172,19 +172,26 @@ def test_two_nodes_restart_from_the_storage_that_they_share(small_mnist, undistu
     assert_equal_runs(tmp_path, metrics, undisturbed(2, "mlp"), "mlp")
 
 
-def test_a_restart_where_rank_0_sees_no_checkpoint_is_refused(small_mnist, tmp_path):
-    """Two hosts without shared storage: the first one is lost, and the other one becomes rank 0."""
-    storage = [tmp_path / "here", tmp_path / "there"]
-    options = (*options_for_kills("mlp", small_mnist), "--batch-size", "88", "--epochs", "100000")
+@pytest.mark.parametrize("shared", [True, False])
+def test_rank_0s_host_is_lost(shared, small_mnist, tmp_path):
+    """The other node becomes rank 0. It goes on from storage that they share, and refuses to begin anew elsewhere."""
+    storage = [tmp_path / "here", tmp_path / ("here" if shared else "there")]
+    options = options_for_kills("mlp", small_mnist)
     nodes = start_nodes(tmp_path, "1:2", options, *storage)
-    nodes[0].wait_for(storage[0] / "run", "checkpoint-00000006.pt")
+    nodes[0].wait_for(storage[0] / "run", saved_after(1, "mlp"))
     lost = nodes[0].descendants()
     nodes[0].kill()
     for process in lost:
         process.kill()
-    assert nodes[1].finish() == 1
-    assert re.search(r"error: the checkpoint after step \d+ is not in .*/there/run on", nodes[1].text), nodes[1].text
-    assert not list((storage[1] / "run").glob("*.pt"))
+    assert nodes[1].finish() == (0 if shared else 1), nodes[1].text
+    if shared:
+        assert "resuming from" in nodes[1].text
+        assert [line["epoch"] for line in nodes[1].metrics()] == [1, 2, 3, 4, 5]
+    else:
+        assert re.search(r"error: the checkpoint after step \d+ is not in .*/there/run on", nodes[1].text), nodes[
+            1
+        ].text
+        assert not list((storage[1] / "run").glob("*.pt"))
 
 
 def test_a_refused_start_does_not_become_a_restart(small_mnist, tmp_path):
