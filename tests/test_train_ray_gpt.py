@@ -90,8 +90,10 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     shard.write_bytes(shard.read_bytes()[:-1])
     error = refused(0, tmp_path, *options[: -len(more) or None], *other[1:], "--resume", script=other[0])
     assert "was not written by this training script" in error or "is of --zero-stage 2" in error
-    again = Run(0, tmp_path, *options, "--num-workers", 1, "--resume", script=script)
+    # With the schedule that it was started with: halved after the first epoch the losses would be others.
+    again = Run(0, tmp_path, *options, "--num-workers", 1, "--resume", "--lr-step-size", 1, script=script)
     assert again.finish() == 0, again.text
+    assert "note: --lr-step-size 1 is ignored: the run goes on with its own schedule, 2" in again.text
     assert f"skipped {damaged.name} (truncated" in again.text
     assert "going on after step 20" in again.text
     assert again.metrics()[0]["step_losses"] == before[0]["step_losses"]
