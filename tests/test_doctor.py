@@ -21,7 +21,8 @@ Disk = collections.namedtuple("Disk", "total used free")
 @pytest.fixture(autouse=True)
 def good_machine(monkeypatch):
     """Every test starts on a machine where all is well, whatever this one is; each then breaks one thing."""
-    monkeypatch.setattr(doctor.os, "sched_getaffinity", lambda pid: {0, 1}, raising=False)
+    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 2)
+    monkeypatch.setattr(doctor, "CGROUP", Path("no container"))
     monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(16 * GIB, 8 * GIB))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Disk(100 * GIB, 0, 50 * GIB))
     monkeypatch.setattr(metadata, "version", installed_as_pinned)
