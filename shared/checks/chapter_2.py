@@ -247,8 +247,8 @@ def exercise_2_3b(plan_steps: Callable[[list[int], int], list[list[int]]]) -> No
         if seen != expected:
             dealt = sum(sum(step) for step in seen)
             hint = "A rank whose rows are used up brings 0."
-            wrong = next((k for k, (is_, should) in enumerate(zip(seen, expected, strict=False)) if is_ != should), None)
-            if wrong is not None and len(seen) == len(expected):
+            if len(seen) == len(expected):
+                wrong = next(step for step, brought in enumerate(seen) if brought != expected[step])
                 left = [max(n - wrong * batch_size, 0) for n in rows]
                 hint = f"Step {wrong + 1} is the first wrong one: the ranks have {left} rows left by then."
             if len(rows) > 1 and seen == [list(rank) for rank in zip(*expected, strict=True)]:
