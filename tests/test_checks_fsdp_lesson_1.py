@@ -13,10 +13,10 @@ from shared.checks import chapter_3
 STATE = {"DDP": (16, 0), "ZeRO-1": (4, 12), "ZeRO-2": (2, 14), "FSDP": (0, 16)}
 
 
-def fine_tuning_bytes(frozen, trainable, strategy, gpus, state=STATE, shards=("FSDP",), of_frozen=2):
+def fine_tuning_bytes(frozen, trainable, strategy, gpus, state=STATE, shards=("FSDP",), of_frozen=2, cut=False):
     whole, shared_out = state[strategy]
     weights = of_frozen * frozen / (gpus if strategy in shards else 1)
-    return weights + trainable * (whole + shared_out / gpus)
+    return weights + trainable * (whole + (shared_out // gpus if cut else shared_out / gpus))
 
 
 def test_3_1a_accepts(capsys):
@@ -30,6 +30,7 @@ def test_3_1a_accepts(capsys):
     ("ZeRO-1 shards no weights", lambda *call: fine_tuning_bytes(*call, shards=("FSDP", "ZeRO-1", "ZeRO-2"))),
     ("is 0, expected 16,384,000. A trainable parameter: 16 bytes that every rank keeps.", lambda *call: 0),
     ("every rank keeps and 12/8", lambda *call: fine_tuning_bytes(*call, state={**STATE, "ZeRO-1": (2, 14)})),
+    ("`//` cuts 12/8 down to 1", lambda *call: fine_tuning_bytes(*call, cut=True)),
     ("should be a number", lambda *call: None),
 ])  # fmt: skip
 def test_3_1a_rejects(answer, because, capsys):
@@ -92,8 +93,18 @@ def saved_by_stage(model, images, apart=True, once=True, per_image=True, differe
     return {name: (now - then) / count for (name, now), then in zip(so_far.items(), before, strict=False)}
 
 
+def without_the_first(saved):
+    return dict([*saved.items()][1:])
+
+
 def test_3_1c_accepts(capsys):
     assert_accepts(checks.exercise_3_1c, saved_by_stage, capsys)
+
+
+def test_3_1c_shows_the_shares_of_the_stages(capsys):
+    checks.exercise_3_1c(saved_by_stage)
+    praise, shares = capsys.readouterr().out.splitlines()
+    assert "[OK]" in praise and "layer1 " in shares and ", fc " in shares
 
 
 @pytest.mark.parametrize(("because", "answer"), [
@@ -104,7 +115,8 @@ def test_3_1c_accepts(capsys):
     ("what a child adds", lambda model, images: saved_by_stage(model, images, differences=False)),
     ("hooks left on the model", lambda model, images: saved_by_stage(model, images, remove=False)),
     ("with gradients enabled", lambda model, images: torch.no_grad()(saved_by_stage)(model, images)),
-    ("with the children's names", lambda model, images: sum(saved_by_stage(model, images).values())),
+    ("all the children's names", lambda model, images: without_the_first(saved_by_stage(model, images))),
+    ("all the children's names", lambda model, images: sum(saved_by_stage(model, images).values())),
 ])  # fmt: skip
 def test_3_1c_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_3_1c, answer, because, capsys)

@@ -135,6 +135,14 @@ def dealt_again(rows, batch_size):
     return plan_steps([sum(rows) // len(rows)] * len(rows), batch_size)
 
 
+def full_batches_for_all(rows, batch_size):
+    return [[batch_size] * len(rows) for _ in plan_steps(rows, batch_size)]
+
+
+def rounded_down(rows, batch_size):
+    return plan_steps(rows, batch_size)[: max(rows) // batch_size]
+
+
 def test_2_3b_accepts(capsys):
     assert_accepts(checks.exercise_2_3b, plan_steps, capsys)
 
@@ -142,6 +150,8 @@ def test_2_3b_accepts(capsys):
 @pytest.mark.parametrize(("because", "answer"), [
     ("not done yet", stub),
     ("goes on with empty batches", until_the_first_is_done),
+    ("Round the number of steps up", rounded_down),
+    ("Step 2 is the first wrong one: the ranks have [6, 3] rows left", full_batches_for_all),
     ("all-reduce waits for all", without_the_idle),
     ("a step in which no rank has a row is one too many", once_more),
     ("Yours has a list for each rank", by_rank),

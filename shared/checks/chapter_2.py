@@ -247,12 +247,18 @@ def exercise_2_3b(plan_steps: Callable[[list[int], int], list[list[int]]]) -> No
         if seen != expected:
             dealt = sum(sum(step) for step in seen)
             hint = "A rank whose rows are used up brings 0."
+            if len(seen) == len(expected):
+                wrong = next(step for step, brought in enumerate(seen) if brought != expected[step])
+                left = [max(n - wrong * batch_size, 0) for n in rows]
+                hint = f"Step {wrong + 1} is the first wrong one: the ranks have {left} rows left by then."
             if len(rows) > 1 and seen == [list(rank) for rank in zip(*expected, strict=True)]:
                 hint = "Yours has a list for each rank: return one for each step."
             elif len(seen) > len(expected) and not any(sum(step) for step in seen[len(expected) :]):
                 hint = "All rows are used before your last step: a step in which no rank has a row is one too many."
             elif dealt < sum(rows) and len(seen) < len(expected):
                 hint = f"{dealt} of {sum(rows)} rows are used: a rank that is done goes on with empty batches."
+                if len(seen) == max(rows) // batch_size:
+                    hint += " Round the number of steps up."
             elif any(len(step) != len(rows) for step in seen):
                 hint = "Every rank takes part in every step, if only with 0 rows: all-reduce waits for all."
             raise Wrong(f"with {rows} rows in batches of {batch_size} it is {expected}; you say {seen}. {hint}")

@@ -29,6 +29,8 @@ def exercise_3_1a(fine_tuning_bytes: Callable[[int, int, str, int], float]) -> N
                 parts = [f"{whole} bytes that every rank keeps"] if whole else []
                 parts += [f"{shared_out}/{gpus}, this rank's share"] if shared_out else []
                 hint = f"A trainable parameter: {' and '.join(parts)}."
+                if seen == of_frozen + trainable * (whole + shared_out // gpus):
+                    hint += f" `//` cuts {shared_out}/{gpus} down to {shared_out // gpus}: use `/`."
                 if frozen:
                     hint = "A frozen parameter has a weight of 2 bytes: no gradient, no master copy, no moments."
                     if strategy == "FSDP" and gpus > 1:
@@ -77,17 +79,29 @@ def exercise_3_1b(largest_batch: Callable[[Callable[[int], int], int], int]) -> 
             raise Wrong(f"{what} {expected} fit; you say {seen}. {hint}")
 
 
+def exercise_3_1c(
+    saved_by_stage: Callable[[torch.nn.Module, torch.Tensor], dict[str, float]], *, strict: bool = False
+) -> bool:
+    """saved_by_stage(model, images) -> {child: bytes an image that autograd saves in it}; a right answer is shown."""
+    right = children_save(saved_by_stage, strict=strict)
+    if right:
+        saved = bytes_saved_by_child(models.resnet18(), torch.randn(2, 1, 32, 32))
+        shares = (f"{name} {size / sum(saved.values()):.0%}" for name, size in saved.items())
+        print("[OK] Exercise 3.1c: of an image of 32x32:", ", ".join(shares))
+    return right
+
+
 @exercise("3.1c", "each storage once, where it is first saved.")
-def exercise_3_1c(saved_by_stage: Callable[[torch.nn.Module, torch.Tensor], dict[str, float]]) -> None:
+def children_save(saved_by_stage: Callable[[torch.nn.Module, torch.Tensor], dict[str, float]]) -> None:
     """saved_by_stage(model, images) -> {child: bytes an image that autograd saves in it, parameters apart}."""
     for size, pixels in ((2, 8), (3, 16)):
         model = models.resnet18()
         children = [name for name, _ in model.named_children()]
         images = torch.randn(size, 1, pixels, pixels)
         seen = saved_by_stage(model, images)
-        if not isinstance(seen, dict) or not set(children) >= set(seen):
+        if not isinstance(seen, dict) or set(children) != set(seen):
             keys = list(seen) if isinstance(seen, dict) else type(seen).__name__
-            raise Wrong(f"return a dict with the children's names, {', '.join(children)}; yours is {keys}")
+            raise Wrong(f"return a dict with all the children's names, {', '.join(children)}; yours is {keys}")
         if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
             raise Wrong("there are hooks left on the model: call remove() on every handle")
         expected = bytes_saved_by_child(model, images)
@@ -98,12 +112,12 @@ def exercise_3_1c(saved_by_stage: Callable[[torch.nn.Module, torch.Tensor], dict
             total, right = sum(seen.values()), sum(expected.values())
             if math.isclose(total, size * right, rel_tol=0.01):
                 hint = f"Divide by the {size} images."
-            elif math.isclose(seen.get("fc", 0), right, rel_tol=0.01):
+            elif math.isclose(seen["fc"], right, rel_tol=0.01):
                 hint = "Take what a child adds, not all that there is by then."
             elif total > right + 1e6:
                 hint = "Parameters, 45 MB of them, are not activations: leave their storages out."
             what = f"{name} on images of {pixels}x{pixels}, in bytes an image,"
-            expect_close(seen.get(name, 0), expected[name], what, 0.01, hint)
+            expect_close(seen[name], expected[name], what, 0.01, hint)
 
 
 def bytes_saved_by_child(model: torch.nn.Module, images: torch.Tensor) -> dict[str, float]:
