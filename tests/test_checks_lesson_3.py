@@ -164,7 +164,10 @@ def test_right_report_is_accepted(monkeypatch):
 @pytest.mark.parametrize(
     ("written", "help_in_message"),
     [
-        (reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[0]]), r"call sampler.set_epoch.* \(the accuracy is looked at next\)"),
+        (
+            reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[0]]),
+            "call sampler.set_epoch.*accuracy is looked at next",
+        ),
         (
             reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[1][:-2]]),
             "epoch 1 the two ranks together did not see",

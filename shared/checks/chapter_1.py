@@ -138,7 +138,7 @@ def exercise_1_2b(samples_of: Callable[[list[int], int, int, int, int], list[int
         if seen != expected:
             hint = "Is it the right step? The first one is k = 0."
             if seen == block:
-                hint = "Yours is cut in one piece from the order or the batch: deal in turn, every world_size-th sample."
+                hint = "Yours is cut in one piece from the order or the batch: deal in turn, every world_size-th."
             elif seen and len(seen) != len(expected):
                 hint = f"A rank's part of a full batch of 8 is {local} samples; the last batch may hold fewer."
             raise Wrong(
@@ -198,7 +198,8 @@ def exercise_1_2c(script: str | Path) -> None:
         for rank in range(2):
             seen = answers[rank][case]
             hint = f"Right are {hits0 + hits1} of {samples0 + samples1}."
-            if isinstance(seen, float) and math.isclose(seen, (hits0 + hits1) / (samples0, samples1)[rank], rel_tol=1e-5):
+            by_own_samples = (hits0 + hits1) / (samples0, samples1)[rank]
+            if isinstance(seen, float) and math.isclose(seen, by_own_samples, rel_tol=1e-5):
                 hint = "Did you add up the samples too, not only the hits?"
             elif answers[0][case] != answers[1][case]:
                 hint = "The ranks have different answers: all_reduce writes the sum over its tensor, on every rank."
@@ -223,10 +224,12 @@ def exercise_1_3a(local_loss: Callable[[torch.Tensor, int, int], torch.Tensor]) 
         shares = [local_loss(shard, num_samples, world_size) for shard in shards]
         for rank, share in enumerate(shares):
             if not (isinstance(share, torch.Tensor) and share.dim() == 0 and share.requires_grad):
-                empty = ". The sum of an empty tensor is such a 0; you need no special case" if rank >= num_samples else ""
+                hint = (
+                    ". The sum of an empty tensor is such a 0; you need no special case" if rank >= num_samples else ""
+                )
                 raise Wrong(
                     "return one number a rank, as a tensor that backward() can be called on; "
-                    f"with {num_samples} samples dealt {dealt}, rank {rank} has {share!r}{empty}"
+                    f"with {num_samples} samples dealt {dealt}, rank {rank} has {share!r}{hint}"
                 )
         average, mean = sum(shares).item() / world_size, losses.mean().item()
         if math.isnan(average):
@@ -304,7 +307,8 @@ def exercise_1_3c(script: str | Path) -> None:
         if sorted(index for order in orders for index in order) != list(range(1280)):
             raise Wrong(f"in epoch {epoch} the two ranks together did not see each of the 1280 samples once")
     if any(report["orders"][0] == report["orders"][1] for report in reports):
-        raise Wrong("both epochs have the same order: call sampler.set_epoch(epoch) before each (the accuracy is looked at next)")
+        mending = "call sampler.set_epoch(epoch) before each (the accuracy is looked at next)"
+        raise Wrong(f"both epochs have the same order: {mending}")
     own = [sum(report["right"]) / len(report["right"]) for report in reports]
     mean = sum(sum(report["right"]) for report in reports) / sum(len(report["right"]) for report in reports)
     for rank, report in enumerate(reports):
