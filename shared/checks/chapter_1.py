@@ -98,6 +98,7 @@ def exercise_1_2a(bytes_sent: Callable[[torch.nn.Module, int], float]) -> None:
         (frozen, "an MLP whose first layer is frozen"),
     ):
         gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        everything = sum(p.nbytes for p in model.parameters())
         for num_ranks, times in ((2, 1.0), (4, 1.5), (8, 1.75), (1, 0.0)):
             hint = f"The gradients have {gradients:,} bytes, and a ring of {num_ranks} sends {times:g} times as many."
             no_gradient = (
@@ -114,6 +115,10 @@ def exercise_1_2a(bytes_sent: Callable[[torch.nn.Module, int], float]) -> None:
                 hint = no_gradient
             elif isinstance(seen, int | float) and seen == times * gradients / next(model.parameters()).itemsize:
                 hint = "That counts the numbers; each has `element_size()` bytes."
+            elif isinstance(seen, int | float) and gradients < everything and seen == times * everything:
+                hint = "A frozen parameter has no gradient: count only those with `requires_grad`."
+            elif seen == (num_ranks - 1) * gradients:
+                hint += " Yours is what rank 0 sends in the naive way."
             expect_close(seen, times * gradients, f"for {what} on {num_ranks} rank(s) the number", 1e-3, hint)
 
 
@@ -133,7 +138,7 @@ def exercise_1_2b(samples_of: Callable[[list[int], int, int, int, int], list[int
         if seen != expected:
             hint = "Is it the right step? The first one is k = 0."
             if seen == block:
-                hint = "Yours is cut from the batch in one piece: deal the samples in turn, every world_size-th."
+                hint = "Yours is cut in one piece from the order or the batch: deal in turn, every world_size-th."
             elif seen and len(seen) != len(expected):
                 hint = f"A rank's part of a full batch of 8 is {local} samples; the last batch may hold fewer."
             raise Wrong(
@@ -165,7 +170,8 @@ def run_ranks(script: str | Path, nproc: int, *args: str) -> list[str]:
     except Wrong as error:
         if re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe", str(error)):
             question = "Did every rank call every collective, as often as the others? Is there one inside an `if`?"
-            raise Wrong(f"one rank waited for another in vain. {question} (What it said: {error})") from None
+            said = str(error).partition(". ")[0]  # what follows is PyTorch's advice on crashed workers, misleading here
+            raise Wrong(f"one rank waited for another in vain. {question} (What it said: {said})") from None
         raise
 
 
@@ -178,7 +184,13 @@ def exercise_1_2c(script: str | Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         caller = Path(folder) / "call.py"
         caller.write_text(CALL_GLOBAL_ACCURACY)
-        run_ranks(caller, 2, str(script), folder, json.dumps(cases))
+        try:
+            run_ranks(caller, 2, str(script), folder, json.dumps(cases))
+        except Wrong as error:
+            if "NoneType" not in str(error):
+                raise
+            returns = "`all_reduce` returns nothing: it writes the sum over the tensor that you give it"
+            raise Wrong(f"{returns}. (What was said: {error})") from None
         answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
     for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
         counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
@@ -186,7 +198,10 @@ def exercise_1_2c(script: str | Path) -> None:
         for rank in range(2):
             seen = answers[rank][case]
             hint = f"Right are {hits0 + hits1} of {samples0 + samples1}."
-            if answers[0][case] != answers[1][case]:
+            by_own_samples = (hits0 + hits1) / (samples0, samples1)[rank]
+            if isinstance(seen, float) and math.isclose(seen, by_own_samples, rel_tol=1e-5):
+                hint = "Did you add up the samples too, not only the hits?"
+            elif answers[0][case] != answers[1][case]:
                 hint = "The ranks have different answers: all_reduce writes the sum over its tensor, on every rank."
             elif isinstance(seen, float) and math.isclose(seen, mean, rel_tol=1e-5):
                 hint = "That is the mean of the ranks' accuracies, as if both had equally many samples: add the counts."
@@ -209,9 +224,12 @@ def exercise_1_3a(local_loss: Callable[[torch.Tensor, int, int], torch.Tensor]) 
         shares = [local_loss(shard, num_samples, world_size) for shard in shards]
         for rank, share in enumerate(shares):
             if not (isinstance(share, torch.Tensor) and share.dim() == 0 and share.requires_grad):
+                hint = (
+                    ". The sum of an empty tensor is such a 0; you need no special case" if rank >= num_samples else ""
+                )
                 raise Wrong(
                     "return one number a rank, as a tensor that backward() can be called on; "
-                    f"with {num_samples} samples dealt {dealt}, rank {rank} has {share!r}"
+                    f"with {num_samples} samples dealt {dealt}, rank {rank} has {share!r}{hint}"
                 )
         average, mean = sum(shares).item() / world_size, losses.mean().item()
         if math.isnan(average):
@@ -289,7 +307,8 @@ def exercise_1_3c(script: str | Path) -> None:
         if sorted(index for order in orders for index in order) != list(range(1280)):
             raise Wrong(f"in epoch {epoch} the two ranks together did not see each of the 1280 samples once")
     if any(report["orders"][0] == report["orders"][1] for report in reports):
-        raise Wrong("both epochs have the same order: call sampler.set_epoch(epoch) before each")
+        mending = "call sampler.set_epoch(epoch) before each (the accuracy is looked at next)"
+        raise Wrong(f"both epochs have the same order: {mending}")
     own = [sum(report["right"]) / len(report["right"]) for report in reports]
     mean = sum(sum(report["right"]) for report in reports) / sum(len(report["right"]) for report in reports)
     for rank, report in enumerate(reports):
