@@ -182,8 +182,8 @@ STOPPED = [
     ("return 'fine'", "1 / 0", "time.sleep(600)", "fine"),
     ("return 'fine'", "time.sleep(600)", "time.sleep(600)", "fine"),
     # What breaks meanwhile in the main thread is not said.
-    ("time.sleep(3); return 'fine'", "pass", "raise ValueError('Ray was ended')", "fine"),
-    ("time.sleep(3); return 'fine'", "pass", "raise cli.UsageError('cannot join Ray')", "fine"),
+    ("time.sleep(1); return 'fine'", "pass", "raise ValueError('Ray was ended')", "fine"),
+    ("time.sleep(1); return 'fine'", "pass", "raise cli.UsageError('cannot join Ray')", "fine"),
     # Nobody listens: standard output is a pipe whose other end is closed.
     ("return 'fine'", "pass", "time.sleep(600)", None),
 ]  # fmt: skip
