@@ -92,7 +92,7 @@ def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
     assert "add --resume to go on" in refused(0, tmp_path, *options, "--num-workers", 2, script=SCRIPT)
     again = start(tmp_path, *options, "--num-workers", 2, "--resume")
     assert again.finish() == 0, again.text
-    assert again.text.count("skipped checkpoint-00000008") == 1, again.text
+    assert again.text.count("[driver] skipped checkpoint-00000008") == 1, again.text
     assert again.text.count("[driver] resuming from") == 1
 
     assert reference.finish() == 0, reference.text
