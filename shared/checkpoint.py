@@ -90,11 +90,19 @@ def first_readable(paths: list, load: Callable[[str | Path], dict]) -> tuple[str
     """(path, state, what was skipped and why) of the first path that `load` can read; (None, None, ...) without one."""
     skipped = []
     for path in paths:
-        try:
-            return path, load(path), skipped
-        except (ValueError, OSError) as error:
-            skipped.append(f"{Path(path).name} ({error})")
+        state, problem = tried(load, path)
+        if problem is None:
+            return path, state, skipped
+        skipped.append(problem)
     return None, None, skipped
+
+
+def tried(action: Callable, path: str | Path, *more: object) -> tuple[object, str | None]:
+    """(what action(path, *more) returns, None), or (None, the problem that it has with this checkpoint, in words)."""
+    try:
+        return action(path, *more), None
+    except (ValueError, OSError) as error:
+        return None, f"{Path(path).name} ({error})"
 
 
 def make_folder(folder: str | Path) -> None:
@@ -217,10 +225,10 @@ def make_universal(folder: str | Path, worker: Worker) -> None:
     with local_first(worker):
         if not (folder / "universal").exists():
             partial = folder / f"universal.{uuid.uuid4().hex}.partial"
-            options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it draws progress bars
                 ds_to_universal(Namespace(
-                    input_folder=str(folder / "zero"), output_folder=str(partial), inject_missing_state=True, **options
+                    input_folder=str(folder / "zero"), output_folder=str(partial), num_extract_workers=1,
+                    num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
                 ))  # fmt: skip
             try:
                 partial.rename(folder / "universal")

@@ -162,9 +162,8 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
     def say(name: str, pool: ThreadPoolExecutor) -> None:
         try:
             words = pool.submit(run.farewell).result(timeout=5)
-        except Exception as error:
-            reason = str(error) or "no answer"
-            words = f"cannot see what is saved in {run.folder} ({reason}); go on with: {run.resume_command()}"
+        except TimeoutError:
+            words = f"{run.folder} does not answer; go on with: {run.resume_command()}"
         pool.submit(worker.log, f"stopped by {name}: {words}").result(timeout=5)
 
     def wait() -> None:

@@ -58,7 +58,6 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
     # Left to itself, ray.init looks for a running Ray by a file that a crash leaves behind, and waits for the dead.
     # ANYSCALE_CLUSTER_ID is set on the nodes of such a cluster; other ANYSCALE_ variables also on a user's laptop.
     address = os.environ.get("RAY_ADDRESS") or ("auto" if "ANYSCALE_CLUSTER_ID" in os.environ else "local")
-    cpus = args.num_workers + spare_cpus
     settings = quiet_settings(own=address == "local")
     OWN_ADDRESS.clear()
     if address == "local":
@@ -93,7 +92,7 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
     page = f"; dashboard: http://{context.dashboard_url}" if context.dashboard_url else ""
     driver.log(f"{what}: {in_words(has)}{page}")
 
-    needs = {"CPU": cpus, "GPU": args.num_workers if args.use_gpu else 0}
+    needs = {"CPU": args.num_workers + spare_cpus, "GPU": args.num_workers if args.use_gpu else 0}
     if not enough(has, needs) and (address == "local" or not grows(args, spare_cpus, driver)):
         raise UsageError(
             f"{args.num_workers} workers need {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
@@ -160,9 +159,8 @@ def check_answers(address: str) -> None:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         except OSError as error:
-            reason = error.strerror or error
             raise UsageError(
-                f"no Ray answers at RAY_ADDRESS={address} ({reason}): unset it to start one here"
+                f"no Ray answers at RAY_ADDRESS={address} ({error.strerror or error}): unset it to start one here"
             ) from error
 
 
@@ -239,7 +237,8 @@ def fit(trainer: ray.train.torch.TorchTrainer, run: RayRun, driver: Worker) -> l
             if not isinstance(lost, RayActorError) or attempt == FITS:
                 raise RunFailed(f"{reason}. {run.farewell()}") from None
             driver.log(f"{reason}; starting the workers again from the newest checkpoint ({attempt} of {FITS - 1})")
-            run.make_folder()
+            with contextlib.suppress(OSError):  # a storage that is away the next fit meets itself
+                run.make_folder()
             release()
 
 

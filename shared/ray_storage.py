@@ -136,12 +136,12 @@ def newest_state(args: argparse.Namespace, worker: Worker) -> tuple[str | None, 
         return None, None
     run, skipped = RayRun(args.folder), []
     for path in from_rank_zero(run.list_newest_first() if worker.rank == 0 else None):
-        state, problem = tried(run.load, path) if worker.rank == 0 else (None, None)
+        state, problem = checkpoint.tried(run.load, path) if worker.rank == 0 else (None, None)
         wait_for_all()
         problem, written = from_rank_zero((problem, state and state.get("files", {})))
         if problem is None and path != args.checked:
             share = dict(list(written.items())[worker.rank :: worker.world_size])
-            _, problem = tried(run.verify, path, share)
+            _, problem = checkpoint.tried(run.verify, path, share)
             wait_for_all()
             problem = next((each for each in gather_objects(problem) if each), None)
         if problem is None:
@@ -152,14 +152,6 @@ def newest_state(args: argparse.Namespace, worker: Worker) -> tuple[str | None, 
     if skipped and (args.resume or ray.train.get_checkpoint() is not None):
         raise OSError(f"no readable checkpoint in {args.folder}: {'; '.join(skipped)}")
     return None, None
-
-
-def tried(action: Callable, path: str, *more: object) -> tuple[object, str | None]:
-    """(what action(path, *more) returns, None), or (None, the problem that it has with this checkpoint, in words)."""
-    try:
-        return action(path, *more), None
-    except (ValueError, OSError) as error:
-        return None, f"{Path(path).name} ({error})"
 
 
 @contextlib.contextmanager

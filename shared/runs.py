@@ -89,7 +89,7 @@ class Run:
             worker.log(f"resuming from {path}")
             self.resumed_from = path
         if not self.restarted:
-            torchrun_restarts.note(Path(self.folder), None)
+            torchrun_restarts.note(Path(self.folder), -1)
         return state
 
     def save(self, state: dict, worker: Worker) -> None:
@@ -98,13 +98,16 @@ class Run:
         if worker.rank == 0:
             checkpoint.keep_newest(checkpoint.save_atomically(state, checkpoint.path_for_step(self.folder, step)))
             self.saved_step = step
-        if worker.local_rank == 0 and self.saved_step >= 0:
+        if worker.local_rank == 0:
             torchrun_restarts.note(Path(self.folder), self.saved_step)
         self.saved_step = step  # what rank 0 is writing now the others can rely on when all come here the next time
 
     def farewell(self) -> str:
         """What a user whose run ends early needs to know: what is saved, and how to go on."""
-        newest = self.list_newest_first()
+        try:
+            newest = self.list_newest_first()
+        except Exception as error:  # a storage's own: credentials that expired, a share that is away
+            return f"cannot see what is saved in {self.folder} ({error}); go on with: {self.resume_command()}"
         return f"{newest[0]} is saved; go on with: {self.resume_command()}" if newest else "nothing was saved yet"
 
     def resume_command(self) -> str:
@@ -113,13 +116,12 @@ class Run:
         words = [word for word in sys.argv if word != "--resume"]
         if "--run-name" not in words and not any(word.startswith("--run-name=") for word in words):
             words += ["--run-name", name]
-        words.append("--resume")
         if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
             return f"the same command on every node, with --run-name {name} --resume"
         launcher = ["python"]
         if "LOCAL_WORLD_SIZE" in os.environ:
             launcher = ["torchrun", "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
-        return shlex.join(launcher + words)
+        return shlex.join([*launcher, *words, "--resume"])
 
 
 def check_metrics_out(args: argparse.Namespace) -> None:

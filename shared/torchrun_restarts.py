@@ -26,12 +26,12 @@ def note_name() -> str | None:
     return f".torchrun-{socket.gethostname()}-{agent.pid}-{agent.create_time():.0f}"
 
 
-def note(folder: Path, step: int | None) -> None:
-    """Note on this node that the run in `folder` is this job's, and that its checkpoint after `step` steps is there."""
+def note(folder: Path, step: int) -> None:
+    """Note on this node that the run in `folder` is this job's, and saved after `step` steps; -1: not yet."""
     if (name := note_name()) is not None:
         folder.mkdir(parents=True, exist_ok=True)
         partial_note = folder / f"{name}.partial"
-        partial_note.write_text("" if step is None else str(step))
+        partial_note.write_text(str(step))
         os.replace(partial_note, folder / name)
 
 
@@ -39,7 +39,7 @@ def noted(storage_path: Path) -> tuple[str, int] | None:
     """(run name, newest step or -1) that this node has noted under `storage_path` before a restart; else None."""
     name = note_name()
     found = [] if name is None else list(storage_path.glob(f"*/{name}"))
-    return (found[0].parent.name, int(found[0].read_text() or -1)) if found else None
+    return (found[0].parent.name, int(found[0].read_text())) if found else None
 
 
 def name_of_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:

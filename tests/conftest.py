@@ -1,5 +1,6 @@
 """Fixtures of several test files."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,17 @@ def on_cluster(ray_cluster, no_ray, monkeypatch) -> str:
 def no_ray(monkeypatch):
     """No other Ray is joined by accident."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture
+def plain_python(monkeypatch):
+    """Every test starts as under plain `python train.py`: no variable of torchrun is set."""
+    for name in (
+        "RANK",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_WORLD_SIZE",
+        "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_RUN_ID",
+    ):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", ["train.py"])

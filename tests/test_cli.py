@@ -11,19 +11,7 @@ import torch
 from shared import cli
 from shared.distributed import UsageError
 
-
-@pytest.fixture(autouse=True)
-def plain_python(monkeypatch):
-    """Every test starts as under plain `python train.py`: no variable of torchrun is set."""
-    for name in (
-        "RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+pytestmark = pytest.mark.usefixtures("plain_python")
 
 
 def parse(*words: str):
@@ -171,28 +159,28 @@ def test_a_run_that_failed_is_one_line_and_exit_code_1(monkeypatch, capsys):
     assert (caught.value.code, capsys.readouterr().err) == (1, "train.py: failed: the worker of rank 1 died\n")
 
 
-# Each case is a process of its own, forked from one that has imported torch: (what farewell does, what clean_up does,
-# what the script does after the signal, what is printed).
+# Each case is a process of its own, forked from one that has imported torch: (how the storage lists what is saved, what
+# clean_up does, what the script does after the signal, what is printed).
 STOPPED = [
-    ("return 'fine'", "pass", "time.sleep(600)", "fine"),
+    ("return []", "pass", "time.sleep(600)", "nothing was saved yet"),
     ("raise OSError('no credentials')", "pass", "time.sleep(600)",
      "cannot see what is saved in runs/mine (no credentials); go on with: python train.py --run-name mine --resume"),
     ("time.sleep(600)", "pass", "time.sleep(600)",
-     "cannot see what is saved in runs/mine (no answer); go on with: python train.py --run-name mine --resume"),
-    ("return 'fine'", "1 / 0", "time.sleep(600)", "fine"),
-    ("return 'fine'", "time.sleep(600)", "time.sleep(600)", "fine"),
+     "runs/mine does not answer; go on with: python train.py --run-name mine --resume"),
+    ("return []", "1 / 0", "time.sleep(600)", "nothing was saved yet"),
+    ("return []", "time.sleep(600)", "time.sleep(600)", "nothing was saved yet"),
     # What breaks meanwhile in the main thread is not said.
-    ("time.sleep(1); return 'fine'", "pass", "raise ValueError('Ray was ended')", "fine"),
-    ("time.sleep(1); return 'fine'", "pass", "raise cli.UsageError('cannot join Ray')", "fine"),
+    ("time.sleep(1); return []", "pass", "raise ValueError('Ray was ended')", "nothing was saved yet"),
+    ("time.sleep(1); return []", "pass", "raise cli.UsageError('cannot join Ray')", "nothing was saved yet"),
     # Nobody listens: standard output is a pipe whose other end is closed.
-    ("return 'fine'", "pass", "time.sleep(600)", None),
+    ("return []", "pass", "time.sleep(600)", None),
 ]  # fmt: skip
 STOP = """
 import json, os, signal, sys, time
 from shared import cli, runs
 from shared.distributed import Worker
 
-def case(number, farewell, clean_up, then, said):
+def case(number, saved, clean_up, then, said):
     os.dup2(os.open(f"{number}.out", os.O_WRONLY | os.O_CREAT), 1)
     os.dup2(1, 2)
     if said is None:
@@ -200,8 +188,8 @@ def case(number, farewell, clean_up, then, said):
         os.close(read_end)
         os.dup2(write_end, 1)
     names = dict(cli=cli, time=time)
-    exec(f"def farewell(run): {farewell}\\ndef clean_up(): {clean_up}\\ndef then(): {then}", names)
-    runs.Run.farewell = names["farewell"]
+    exec(f"def saved(run): {saved}\\ndef clean_up(): {clean_up}\\ndef then(): {then}", names)
+    runs.Run.list_newest_first = names["saved"]
     cli.stop_on_signals(Worker(), runs.Run("runs/mine"), names["clean_up"])
     os.kill(os.getpid(), signal.SIGINT)
     cli.run(names["then"])

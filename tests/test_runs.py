@@ -12,19 +12,7 @@ import pytest
 from shared import checkpoint, cli, runs, torchrun_restarts
 from shared.distributed import UsageError, Worker
 
-
-@pytest.fixture(autouse=True)
-def plain_python(monkeypatch):
-    """Every test starts as under plain `python train.py`: no variable of torchrun is set."""
-    for name in (
-        "RANK",
-        "LOCAL_WORLD_SIZE",
-        "GROUP_WORLD_SIZE",
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_RUN_ID",
-    ):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
+pytestmark = pytest.mark.usefixtures("plain_python")
 
 
 def parse(*words: str):
@@ -153,9 +141,12 @@ def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monk
     """The processes that an agent starts again have the same parent, here this test's own."""
     args.run_name = None
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    torchrun_restarts.note(folder, None)
+    torchrun_restarts.note(folder, -1)
     again = runs.Run.of(args)
     assert (again.folder, again.restarted, again.saved_step) == (folder, True, -1)
+    again.save({"progress": {"step": 10}}, Worker(rank=1))  # another node's first save: it knows the run, and no step
+    assert runs.Run.of(args).saved_step == -1
+    again.saved_step = -1
     again.save({"progress": {"step": 20}}, Worker())
     again.save({"progress": {"step": 40}}, Worker(rank=1))  # another node, to which step 40 is not yet certain
     assert runs.Run.of(args).saved_step == 20
