@@ -42,6 +42,7 @@ lab: .venv/installed
 
 # Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
 test: .venv/installed
+	$(BIN)/python benchmarks/calibrate.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests 0*-*/
 
 bench: .venv/installed

@@ -21,6 +21,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
+from calibrate import calibration, in_words
 
 from shared import plots
 
@@ -63,14 +64,20 @@ def main() -> None:
 
 
 def machine() -> dict:
-    """Where this is measured: device, CPUs, GPUs and versions."""
+    """Where this is measured: device, CPUs, GPUs, versions, and how fast it is."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
     gpus = torch.cuda.device_count()
     device = f"{torch.cuda.get_device_name(0)}, {gpus} GPUs" if gpus else f"{cpu}, {cpus} CPUs"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
-    return {"device": device, "cpu": cpu, "cpus": cpus, "gpus": gpus, "threads_per_process": 1, **versions}
+    known = {"device": device, "cpu": cpu, "cpus": cpus, "gpus": gpus, "threads_per_process": 1, **versions}
+    return {**known, "calibration": calibration()}
+
+
+def calibrated(result: dict) -> str:
+    """The line of a report that says how fast the machine is; none where that was not measured."""
+    return f"\nThis machine's {in_words(result['calibration'])}.\n" if "calibration" in result else ""
 
 
 def compare(baseline: list[float], measured: list[float]) -> dict:
@@ -170,7 +177,7 @@ def report(result: dict, figure: str) -> str:
 ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, one thread a process. CPU: {result["cpu"]}, {result["cpus"]} of
 them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. Rates are medians
 of alternated runs, {result["repeats"]} of each side; a ratio is that of the medians, its range that of single pairs.
-
+{calibrated(result)}
 ## One process: train_ddp.py over a bare loop
 
 | global batch | bare, samples/s | train_ddp.py, samples/s | ratio | range |

@@ -24,7 +24,7 @@ import psutil
 import ray
 import ray.data
 import torch
-from bench_ddp import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, compare, machine, reached
+from bench_ddp import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
 
@@ -179,7 +179,7 @@ def report(result: dict) -> str:
 CPU: {result["cpu"]}, {result["cpus"]} of them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]},
 torch {result["torch"]}, Ray {result["ray"]}. One thread a process. Medians of {result["repeats"]} runs of each side; a
 ratio is that of the medians, its range that of single pairs.
-
+{calibrated(result)}
 ## Ray Train over torchrun
 
 ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, two processes, global batch {BATCH_SIZE}, third epoch. The two

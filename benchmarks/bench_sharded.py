@@ -19,7 +19,7 @@ from statistics import median
 
 import nbformat
 import torch
-from bench_ddp import ENVIRONMENT, HERE, ROOT, compare, machine, reached
+from bench_ddp import ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
 from nbclient import NotebookClient
 
 from shared import measure, models
@@ -109,7 +109,7 @@ GPT `{result["preset"]}`, two processes, global batch {result["batch_size"]}. CP
 them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. One thread a
 process. Medians of {result["repeats"]} runs of each strategy in turn; a ratio is that of the medians, its range that
 of single rounds. An epoch's last step is watched for its peak of memory, which slows it down.
-
+{calibrated(result)}
 | | state a rank, MB | by formula | peak, MB | tokens/s | over DDP | range | last loss |
 |---|---:|---:|---:|---:|---:|---:|---:|
 """
