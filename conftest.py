@@ -1,22 +1,54 @@
 """What a run of tests and lessons has cost, at its end: wall and CPU minutes, and the ten slowest files."""
 
-import os
+import threading
 import time
 from collections import defaultdict
 
+import psutil
 import pytest
 
 STARTED = time.time()
-seen = cpu_s = sum(os.times()[:4])  # user and system seconds, of this process and of all that it has waited for
 costs = defaultdict(lambda: [0.0, 0.0])  # of a file: wall and CPU seconds
+
+
+class Watch(threading.Thread):
+    """Adds up the CPU time of this process and of all below it, also of those that nobody waits for, as Ray's.
+
+    It looks twice a second: what a process uses after the last look, and one that lives for less, is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.me, self.alive, self.total = psutil.Process(), {}, 0.0
+
+    def run(self) -> None:
+        while True:
+            for process in (self.me, *self.me.children(recursive=True)):
+                self.alive.setdefault(process, 0.0)
+            for process, before in list(self.alive.items()):  # also those that have lost their parent
+                try:
+                    times = process.cpu_times()
+                    self.alive[process] = times.user + times.system
+                    self.total += self.alive[process] - before
+                except psutil.Error:
+                    del self.alive[process]
+            time.sleep(0.5)
+
+
+watch = Watch()
+seen = 0.0
+
+
+def pytest_sessionstart():
+    watch.start()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Note in a test's report the CPU seconds since the report before, in the process that runs the tests."""
+    """Note in a test's report the CPU seconds since the report before."""
     global seen
     report = yield
-    before, seen = seen, sum(os.times()[:4])
+    before, seen = seen, watch.total
     report.user_properties.append(("cpu_s", seen - before))
     return report
 
@@ -28,25 +60,11 @@ def pytest_runtest_logreport(report):
     cost[1] += dict(report.user_properties).get("cpu_s", 0)
 
 
-def pytest_sessionfinish(session):
-    """A process of pytest-xdist tells the first one what it has used in all."""
-    if hasattr(session.config, "workeroutput"):
-        session.config.workeroutput["cpu_s"] = sum(os.times()[:4])
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_testnodedown(node, error):
-    """Add what a process of pytest-xdist has used."""
-    global cpu_s
-    cpu_s += getattr(node, "workeroutput", {}).get("cpu_s", 0)
-
-
 def pytest_terminal_summary(terminalreporter, config):
     """Print the table."""
-    if hasattr(config, "workerinput") or not costs:
+    if not costs:
         return
-    total = cpu_s if config.getoption("numprocesses", None) else sum(os.times()[:4])
-    rows = [((time.time() - STARTED, total), "in all")]
+    rows = [((time.time() - STARTED, watch.total), "in all")]
     slowest_first = sorted(costs.items(), key=lambda item: item[1], reverse=True)
     rows += [(cost, file) for file, cost in slowest_first[: None if config.option.verbose > 0 else 10]]
     terminalreporter.section("minutes")

@@ -45,7 +45,7 @@ def main() -> None:
     args = parser.parse_args()
     repeats = 1 if args.quick else max(1, args.repeats)
     started = time.perf_counter()
-    result = {"date": time.strftime("%Y-%m-%d"), "quick": args.quick, "repeats": repeats, **machine()}
+    result = {"date": time.strftime("%Y-%m-%d"), "quick": args.quick, "repeats": repeats, **machine(args.quick)}
     result["one_process"] = one_process(repeats, args.quick)
     if result["gpus"] == 1:
         result["two_processes"], result["all_reduce"] = [], []
@@ -63,8 +63,8 @@ def main() -> None:
     print(f"\n{report(result, f'{name}.svg')}\nwritten: {out / name}.md and more")
 
 
-def machine() -> dict:
-    """Where this is measured: device, CPUs, GPUs, versions, and how fast it is."""
+def machine(quick: bool = False) -> dict:
+    """Where this is measured: device, CPUs, GPUs, versions, and if it is not to be quick, how fast it is."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     cpu = (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
@@ -72,7 +72,7 @@ def machine() -> dict:
     device = f"{torch.cuda.get_device_name(0)}, {gpus} GPUs" if gpus else f"{cpu}, {cpus} CPUs"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
     known = {"device": device, "cpu": cpu, "cpus": cpus, "gpus": gpus, "threads_per_process": 1, **versions}
-    return {**known, "calibration": calibration()}
+    return known if quick else {**known, "calibration": calibration()}
 
 
 def calibrated(result: dict) -> str:

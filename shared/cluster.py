@@ -42,12 +42,13 @@ def world_size(args: argparse.Namespace) -> int:
     return args.num_workers or int(os.environ.get("WORLD_SIZE", 1))
 
 
-def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
+def start(args: argparse.Namespace, spare_cpus: int = 0, dashboard: bool = False) -> None:
     """Join the cluster of RAY_ADDRESS or of an Anyscale workspace, else start a Ray of our own on this machine.
 
     Prints one line on what it did, and sets `args.use_gpu` where it is None. spare_cpus: CPUs needed beside one a
-    worker, as by Ray Data's tasks; without them local mode needs no Ray, and starts none. Raises UsageError where the
-    address does not answer, or where there are fewer CPUs or GPUs than `args.num_workers` need and no more to come.
+    worker, as by Ray Data's tasks; without them local mode needs no Ray, and starts none. dashboard: of a Ray of our
+    own; it is ten processes more. Raises UsageError where the address does not answer, or where there are fewer CPUs or
+    GPUs than `args.num_workers` need and no more to come.
     """
     if args.num_workers == 0:
         logging.getLogger("ray.train").setLevel(logging.WARNING)
@@ -68,7 +69,7 @@ def start(args: argparse.Namespace, spare_cpus: int = 0) -> None:
         # Ray counts the CPUs that a container may use. Four workers, and tasks beside them, may be tried on fewer.
         here = int(get_num_cpus(override_docker_cpu_warning=True))
         needed = min(args.num_workers, max(4, here)) + spare_cpus
-        options = {"num_cpus": needed} if needed > here else {}
+        options = {"include_dashboard": dashboard} | ({"num_cpus": needed} if needed > here else {})
     else:
         # The nodes have the packages, and no copy of `shared`.
         settings |= {} if address == "auto" else {"RAY_ADDRESS": address}
@@ -119,10 +120,11 @@ def stop_at_once() -> None:
 def own_processes() -> list[psutil.Process]:
     """The processes of the Ray that `start` has started here; other children of this process are none of them."""
     found = []
-    for process in psutil.Process().children(recursive=True):
+    for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # ended since
             if OWN_ADDRESS and process.environ().get("RAY_ADDRESS") == OWN_ADDRESS["RAY_ADDRESS"]:
-                found.append(process)
+                # Those below it have put their title over their environment, and cannot be told by it.
+                found += [process, *process.children(recursive=True)]
     return found
 
 

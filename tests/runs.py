@@ -1,6 +1,8 @@
 """Training scripts as a user starts them: real processes, their output, their metrics; for several test files."""
 
 import contextlib
+import importlib.util
+import io
 import json
 import os
 import signal
@@ -13,6 +15,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+
+from shared import cli
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -52,11 +56,11 @@ class Run:
         os.killpg(self.process.pid, number)
 
     def ray_processes(self, actor: str) -> list[psutil.Process]:
-        """The processes of Ray's actors of this class, where the script has started a Ray of its own."""
-        found = []
-        for process in self.descendants():
+        """The processes of this run's Ray actors of this class, in a Ray of its own or in that of the tests."""
+        found, started = [], psutil.Process(self.process.pid).create_time()
+        for process in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):  # ended since
-                if " ".join(process.cmdline()).startswith(f"ray::{actor}"):
+                if process.create_time() > started and " ".join(process.cmdline()).startswith(f"ray::{actor}"):
                     found.append(process)
         return found
 
@@ -137,3 +141,18 @@ def refused(nproc: int, folder: Path, *args: object, script: Path | None = None)
     if nproc == 0:
         assert "Traceback" not in run.text
     return lines[0]
+
+
+def refused_here(script: Path, *args: object) -> str:
+    """The one error line of a start that must be refused, in this process: it spares the seconds of its imports."""
+    spec = importlib.util.spec_from_file_location(script.stem, script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.setattr(sys, "argv", [str(script), *map(str, args)])
+        with pytest.raises(SystemExit) as caught:
+            cli.run(module.main)
+    assert caught.value.code == 2
+    (line,) = errors.getvalue().splitlines()
+    assert line.startswith(f"{script.name}: error: ")
+    return line

@@ -4,7 +4,7 @@ torchrun ... sharded_states.py save FOLDER    trains two steps with FSDP2 and wi
 torchrun ... sharded_states.py load FOLDER    reads them with this number of ranks, and takes one more step of each
 
 Each writes FOLDER/NAME-WORLD_SIZE.pt: the gathered weights right after saving or loading, the next step's loss, and
-the bytes of state that rank 0 keeps; ZeRO-1 and 2 only take a step, for their bytes.
+the bytes of state that rank 0 keeps; ZeRO-1 and 2 only take two steps, for their losses and bytes.
 """
 
 import importlib.util
@@ -121,6 +121,6 @@ if __name__ == "__main__":
     zero3(action, folder, worker)
     for stage in (1, 2):
         engine = build_engine(stage, False, 0, worker)
-        step_of_engine(0, engine, worker)
-        write(folder, f"zero{stage}", worker, state_bytes=step_of_engine(1, engine, worker)[1])
+        losses, (_, state_bytes) = zip(*(step_of_engine(number, engine, worker) for number in range(2)), strict=True)
+        write(folder, f"zero{stage}", worker, losses=list(losses), state_bytes=state_bytes)
     distributed.leave()

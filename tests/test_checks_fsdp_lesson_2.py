@@ -2,13 +2,18 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+from runs import ROOT as ROOT_FOLDER
+from runs import TORCHRUN
 from test_checks import assert_accepts, assert_rejects, stub
 
 from shared import checks
+from shared.checks import chapter_3, machinery
 
 
 @pytest.mark.parametrize("check", [checks.exercise_3_2a, checks.exercise_3_2c])
@@ -70,6 +75,32 @@ BY_BLOCK = f"{BLOCKS}for block in layer:\n            fully_shard(block)\n"
 ROOT = "    fully_shard(model)\n"
 
 
+WRONG_3_2b = [
+    (BY_BLOCK, r"parameters are not sharded \(conv1.weight, .*Call fully_shard on the whole model last"),
+    (ROOT + BY_BLOCK, "Did you shard the model before its blocks"),
+    (ROOT, "100% of the weights are gathered at once"),
+    (f"{BLOCKS}fully_shard(layer)\n{ROOT}", "75% of the weights are gathered at once.* Shard the blocks first"),
+    (f"    fully_shard([*model.layer1, *model.layer2, *model.layer3, *model.layer4])\n{ROOT}", "3 all-gathers in a"),
+    (BY_BLOCK.replace("(block)", "(block, reshard_after_forward=False)") + ROOT, "9 all-gathers in a step; block by"),
+]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> dict[str, Path]:
+    """By each answer the folder with what its two ranks have written: all of them in one launch, to save time."""
+    folder, found = tmp_path_factory.mktemp("answers"), {}
+    for number, body in enumerate([body for body, _ in WRONG_3_2b]):
+        found[body] = folder / str(number)
+        found[body].mkdir()
+        (found[body] / "exercise.py").write_text(IMPORT + body)
+        (found[body] / "call.py").write_text(chapter_3.SHARD_RESNET)
+        command = [str(found[body] / "call.py"), str(found[body] / "exercise.py"), str(found[body])]
+        (found[body] / "command.json").write_text(json.dumps(command))
+    command = [*TORCHRUN, "--nproc-per-node", "2", ROOT_FOLDER / "tests/many_answers.py", folder]
+    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return found
+
+
 def exercise_3_2b(body, tmp_path):
     path = tmp_path / "exercise.py"
     path.write_text(IMPORT + body)
@@ -77,19 +108,28 @@ def exercise_3_2b(body, tmp_path):
 
 
 def test_3_2b_accepts(tmp_path):
+    """As a learner runs it, two processes started."""
     assert exercise_3_2b(BY_BLOCK + ROOT, tmp_path)
 
 
-@pytest.mark.parametrize(("body", "because"), [
-    ("    raise NotImplementedError\n", "not done yet"),
-    (BY_BLOCK, r"parameters are not sharded \(conv1.weight, .*Call fully_shard on the whole model last"),
-    (ROOT + BY_BLOCK, "Did you shard the model before its blocks"),
-    (ROOT, "100% of the weights are gathered at once"),
-    (f"{BLOCKS}fully_shard(layer)\n{ROOT}", "75% of the weights are gathered at once.* Shard the blocks first"),
-    (f"    fully_shard([*model.layer1, *model.layer2, *model.layer3, *model.layer4])\n{ROOT}", "3 all-gathers in a"),
-    (BY_BLOCK.replace("(block)", "(block, reshard_after_forward=False)") + ROOT, "9 all-gathers in a step; block by"),
-])  # fmt: skip
-def test_3_2b_rejects(body, because, tmp_path):
+def test_3_2b_is_a_stub(tmp_path):
+    with pytest.raises(AssertionError, match="not done yet"):
+        exercise_3_2b("    raise NotImplementedError\n", tmp_path)
+
+
+@pytest.mark.parametrize(("body", "because"), WRONG_3_2b)
+def test_3_2b_rejects(body, because, launched, tmp_path, monkeypatch):
+    def run_script(path, nproc, script, folder, timeout):
+        assert (Path(path).read_text(), nproc) == (chapter_3.SHARD_RESNET, 2)
+        codes = [int(read(body, f"{rank}.code")) for rank in range(2)]
+        machinery.expect_success(int(codes != [0, 0]), "".join(read(body, f"{rank}.err") for rank in range(2)))
+        for rank in range(2):
+            Path(folder, f"{rank}.json").write_text(read(body, f"{rank}.json"))
+
+    def read(body, name):
+        return (launched[body] / name).read_text()
+
+    monkeypatch.setattr(chapter_3, "run_script", run_script)
     with pytest.raises(AssertionError, match=because):
         exercise_3_2b(body, tmp_path)
 

@@ -79,17 +79,30 @@ def test_the_driver_has_no_rank_in_its_lines(capsys):
 def test_only_processes_of_its_own_ray_are_ended(monkeypatch):
     """A kernel has other children too: a shell, a server, a Ray that somebody else has started."""
     monkeypatch.setattr(cluster, "OWN_ADDRESS", {"RAY_ADDRESS": "10.0.0.1:6379"})
-    addresses = ("10.0.0.1:6379", "10.0.0.1:6380", "")
-    sleepers = [subprocess.Popen(["sleep", "600"], env={**os.environ, "RAY_ADDRESS": each}) for each in addresses]
+    # What is below one of Ray's belongs to it too, though its environment does not tell.
+    scripts = {"10.0.0.1:6379": "env -u RAY_ADDRESS sleep 600 & wait", "10.0.0.1:6380": "exec sleep 600"}
+    scripts[""] = scripts["10.0.0.1:6380"]
+    children = [
+        subprocess.Popen(["sh", "-c", script], env={**os.environ, "RAY_ADDRESS": address})
+        for address, script in scripts.items()
+    ]
     try:
-        while any("sleep" not in psutil.Process(each.pid).name() for each in sleepers):
+        while not all("sleep" in name for name in (sleeper(each).name() for each in children)):
             time.sleep(0.01)
+        below = sleeper(children[0])
+        assert below.pid != children[0].pid
         cluster.stop_at_once()
-        assert sleepers[0].wait(600) == -9
-        assert [each.poll() for each in sleepers[1:]] == [None, None]
+        assert children[0].wait(600) == -9
+        assert not psutil.wait_procs([below], timeout=600)[1]
+        assert [each.poll() for each in children[1:]] == [None, None]
     finally:
-        for each in sleepers:
+        for each in children:
             each.kill()
+
+
+def sleeper(child: subprocess.Popen) -> psutil.Process:
+    """The last one of a child and of those below it."""
+    return [psutil.Process(child.pid), *psutil.Process(child.pid).children(recursive=True)][-1]
 
 
 class Trainer:
@@ -174,7 +187,7 @@ def joined(monkeypatch):
 
 
 def test_a_cluster_that_is_too_small(joined, monkeypatch, capsys):
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": True})
+    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
     try:
         args = joined(nodes.address, "--num-workers", "2")
         assert args.use_gpu is False
@@ -187,6 +200,10 @@ def test_a_cluster_that_is_too_small(joined, monkeypatch, capsys):
         ray.shutdown()
         with pytest.raises(UsageError, match="2 workers need 3 CPUs and no GPU, and there are 2 CPUs and no GPU"):
             joined(nodes.address, "--num-workers", "2", spare_cpus=1)  # Ray Data's tasks would wait for ever
+        ray.shutdown()
+
+        with pytest.raises(UsageError, match=r"2 CPUs and 2 GPUs, and there are 2 CPUs and no GPU: .*--no-use-gpu"):
+            joined(nodes.address, "--num-workers", "2", "--use-gpu")
         ray.shutdown()
 
         # No autoscaler runs here: this is what one reports once it has begun.

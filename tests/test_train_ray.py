@@ -1,6 +1,5 @@
 """The scripts on Ray Train as a user starts them: held to train_ddp.py, killed, refused, and joined to a cluster."""
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -9,7 +8,18 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import LIMIT, ROOT, UNEVEN, Run, assert_bit_for_bit, assert_same_losses, assert_same_state, refused, train
+from runs import (
+    LIMIT,
+    ROOT,
+    UNEVEN,
+    Run,
+    assert_bit_for_bit,
+    assert_same_losses,
+    assert_same_state,
+    refused,
+    refused_here,
+    train,
+)
 
 SCRIPT = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
 DIES_WHILE_STARTING = ROOT / "tests/dies_while_starting.py"
@@ -42,10 +52,6 @@ def wait_for_epoch(run: Run, epoch: int) -> None:
     time.sleep(0.1)
 
 
-def kill_a_worker(run: Run) -> None:
-    run.ray_processes("RayTrainWorker")[-1].kill()
-
-
 def test_local_mode(one_process, options, tmp_path):
     metrics = train(0, tmp_path, *options, "--num-workers", 0, script=SCRIPT)
     assert_same_losses(one_process, metrics)
@@ -53,7 +59,7 @@ def test_local_mode(one_process, options, tmp_path):
     assert not (tmp_path / "run").exists()  # nothing is stored
 
 
-def test_what_ray_train_does_not_replace(one_process, small_mnist, tmp_path, monkeypatch):
+def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, tmp_path, monkeypatch):
     """A worker that dies while it is started, then Ray's controller; with the data in the default folder, ./data."""
     monkeypatch.setenv("DIES_SCRIPT", str(SCRIPT))
     monkeypatch.setenv("DIES_LOG", str(tmp_path / "died"))
@@ -70,26 +76,20 @@ def test_what_ray_train_does_not_replace(one_process, small_mnist, tmp_path, mon
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
 
 
-def test_a_killed_worker_and_a_killed_driver(options, small_mnist, tmp_path):
-    """Two Ray workers end where torchrun's two ranks do, bit for bit, whatever happens to them on the way."""
+def test_a_killed_driver_and_a_damaged_checkpoint(on_cluster, options, tmp_path):
+    """Two Ray workers end where torchrun's two ranks do, bit for bit. (A worker is killed in lesson 2.4.)"""
     options = [*options, "--epochs", "3"]
     (tmp_path / "reference").mkdir()
     reference = Run(2, tmp_path / "reference", *options)  # beside the others, to save time
     run = start(tmp_path, *options, "--num-workers", 2)
-    run.wait_for(tmp_path / "run", "checkpoint-00000000-*/state.pt")
-    time.sleep(1)
-    kill_a_worker(run)
     wait_for_epoch(run, 2)
-    ray, workers = run.descendants(), run.ray_processes("RayTrainWorker")
+    workers = run.ray_processes("RayTrainWorker")
     run.process.kill()
     run.finish()
     assert workers and not psutil.wait_procs(workers, timeout=120)[1]
-    for process in ray:  # Ray's agents stay for minutes
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
     newest(tmp_path).write_bytes(newest(tmp_path).read_bytes()[:100_000])
 
-    assert "add --resume to go on" in refused(0, tmp_path, *options, "--num-workers", 2, script=SCRIPT)
+    assert "add --resume to go on" in refused_here(SCRIPT, *options, "--num-workers", 2, "--storage-path", tmp_path)
     again = start(tmp_path, *options, "--num-workers", 2, "--resume")
     assert again.finish() == 0, again.text
     assert again.text.count("[driver] skipped checkpoint-00000008") == 1, again.text
@@ -135,14 +135,15 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
     (["--resume", "--run-name", "none"], "nothing to resume"),
     (["--storage-path", "/proc/runs"], "cannot write to --storage-path"),
     (["--storage-path", "ftp://host/runs"], "cannot use --storage-path: Unrecognized filesystem type"),
-    (["--num-workers", "2", "--use-gpu"], "need 2 CPUs and 2 GPUs, and there are"),
-    (["--num-workers", "64"], "64 workers need"),
 ])  # fmt: skip
 def test_bad_input(args, words, tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    started = time.monotonic()
-    assert words in refused(0, tmp_path, *args, script=SCRIPT)
-    assert time.monotonic() - started < 300  # and not for ever
+    monkeypatch.chdir(tmp_path)
+    assert words in refused_here(SCRIPT, *args)
+
+
+def test_more_workers_than_there_is_room_for(tmp_path, monkeypatch):
+    """(One that asks for GPUs: test_cluster.py, test_a_cluster_that_is_too_small.)"""
+    assert "64 workers need" in refused(0, tmp_path, "--num-workers", "64", script=SCRIPT)
 
 
 def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
@@ -150,20 +151,19 @@ def test_a_cluster_that_is_gone(tmp_path, monkeypatch):
     assert "no Ray answers at RAY_ADDRESS=127.0.0.1:9" in refused(0, tmp_path, script=SCRIPT)
 
 
-def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(tmp_path):
-    """1,280 samples over two workers in steps of 52, as far as they go; an epoch is cut short and begun again.
+def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(on_cluster, options, tmp_path):
+    """176 samples over two workers in steps of 16, as far as they go; an epoch is cut short and begun again.
 
     That it learns as much as a DataLoader's run, within one point, is asserted by lesson 2.3.
     """
-    options = ("--batch-size", 52, "--num-workers", 2, "--run-name", "run")
-    before = train(0, tmp_path, *options, "--max-steps", 40, script=WITH_RAY_DATA)
-    assert [line["epoch"] for line in before] == [1, 2] and before[0]["samples_seen"] == 1280
-    assert 0 < before[1]["samples_seen"] < 1280 and sum(len(line["step_losses"]) for line in before) == 40
+    options = (*options, "--precision", "fp32", "--model", "mlp", "--batch-size", 16, "--num-workers", 2, "--epochs", 3)
+    before = train(0, tmp_path, *options, "--max-steps", 20, script=WITH_RAY_DATA)
+    assert [line["epoch"] for line in before] == [1, 2] and before[0]["samples_seen"] == 176
+    assert 0 < before[1]["samples_seen"] < 176 and sum(len(line["step_losses"]) for line in before) == 20
     metrics = train(0, tmp_path, *options, "--resume", script=WITH_RAY_DATA)
     assert metrics[0] == before[0]
-    assert [line["samples_seen"] for line in metrics] == [1280] * 5
-    assert [line["epoch"] for line in metrics] == [1, 2, 3, 4, 5]
-    assert metrics[-1]["val_accuracy"] > 0.95
+    assert [line["samples_seen"] for line in metrics] == [176] * 3
+    assert [line["epoch"] for line in metrics] == [1, 2, 3]
 
 
 def test_ray_data_in_local_mode(options, tmp_path):

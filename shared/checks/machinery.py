@@ -84,9 +84,14 @@ def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 120) -
                 raise
             raise Wrong(f"it hangs: no end after {timeout:.0f} s. Does every rank reach every collective?") from None
         output = [log.read_text() for log in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
+    expect_success(process.returncode, errors)
+    return output
+
+
+def expect_success(exit_code: int, errors: str) -> None:
+    """Raise NotImplementedError or Wrong for a script that has failed, by what its ranks have written to stderr."""
     if "NotImplementedError" in errors:
         raise NotImplementedError
-    if process.returncode != 0:
+    if exit_code != 0:
         lines = [line for line in errors.splitlines() if re.search(r"\w*(Error|Exception)\b.*: ", line)]
         raise Wrong(f"the script failed: {lines[0].strip() if lines else errors.strip()[-300:]}")
-    return output
