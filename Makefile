@@ -40,12 +40,11 @@ lab: .venv/installed
 	$(BIN)/python -m shared.doctor || true
 	$(BIN)/jupyter lab --allow-root --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
-# Two test files at a time: much of a test is waiting for processes to start, or for one of them to die. The long files
-# come first, so that none of them is still running alone at the end.
+# Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
 test: .venv/installed
 	$(BIN)/python benchmarks/calibrate.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		--nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests/test_train_*.py tests/test_launcher.py 0*-*/ tests
+		--nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests 0*-*/
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py

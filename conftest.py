@@ -1,4 +1,4 @@
-"""What a run of tests and lessons has cost, at its end: wall and CPU minutes, and the ten slowest files."""
+"""For tests and lessons: their order, and what they have cost: wall and CPU minutes, and the ten slowest files."""
 
 import threading
 import time
@@ -37,6 +37,11 @@ class Watch(threading.Thread):
 
 watch = Watch()
 seen = 0.0
+
+
+def pytest_collection_modifyitems(items):
+    """The long files come first, so that none of them is still running alone at the end."""
+    items.sort(key=lambda item: (not item.path.name.startswith("test_train"), item.path.suffix != ".ipynb"))
 
 
 def pytest_sessionstart():
