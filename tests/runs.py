@@ -86,6 +86,15 @@ class Run:
             time.sleep(0.02)
         return found[0]
 
+    def wait_for_epoch(self, epoch: int) -> None:
+        """Wait until this epoch is reported and its checkpoint stored, and then well into the next one."""
+        self.wait_for(self.metrics_file.parent, "metrics.jsonl")  # empty at first
+        deadline = time.monotonic() + LIMIT
+        while len(self.metrics()) < epoch:
+            assert self.process.poll() is None and time.monotonic() < deadline, self.text
+            time.sleep(0.05)
+        time.sleep(0.1)
+
     @property
     def text(self) -> str:
         return self.output.read_text()

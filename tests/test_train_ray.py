@@ -9,7 +9,6 @@ from pathlib import Path
 import psutil
 import pytest
 from runs import (
-    LIMIT,
     ROOT,
     UNEVEN,
     Run,
@@ -42,16 +41,6 @@ def newest(folder: Path) -> Path:
     return sorted((folder / "run").glob("checkpoint-*"))[-1] / "state.pt"
 
 
-def wait_for_epoch(run: Run, epoch: int) -> None:
-    """Wait until this epoch is reported and its checkpoint stored, and then well into the next one."""
-    run.wait_for(run.metrics_file.parent, "metrics.jsonl")
-    deadline = time.monotonic() + LIMIT
-    while len(run.metrics()) < epoch:
-        assert run.process.poll() is None and time.monotonic() < deadline, run.text
-        time.sleep(0.05)
-    time.sleep(0.1)
-
-
 def test_local_mode(one_process, options, tmp_path):
     metrics = train(0, tmp_path, *options, "--num-workers", 0, script=SCRIPT)
     assert_same_losses(one_process, metrics)
@@ -65,7 +54,7 @@ def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, t
     monkeypatch.setenv("DIES_LOG", str(tmp_path / "died"))
     (tmp_path / "data").symlink_to(small_mnist)
     run = start(tmp_path, *UNEVEN, "--run-name", "run", "--num-workers", 1, script=DIES_WHILE_STARTING)
-    wait_for_epoch(run, 1)
+    run.wait_for_epoch(1)
     assert (tmp_path / "died").exists()
     (controller,) = run.ray_processes("TrainController")
     controller.kill()
@@ -82,7 +71,7 @@ def test_a_killed_driver_and_a_damaged_checkpoint(on_cluster, options, tmp_path)
     (tmp_path / "reference").mkdir()
     reference = Run(2, tmp_path / "reference", *options)  # beside the others, to save time
     run = start(tmp_path, *options, "--num-workers", 2)
-    wait_for_epoch(run, 2)
+    run.wait_for_epoch(2)
     workers = run.ray_processes("RayTrainWorker")
     run.process.kill()
     run.finish()
@@ -114,7 +103,7 @@ def test_four_workers_on_a_cluster(on_cluster, one_process, options, tmp_path):
 
 def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
     run = start(tmp_path, *options, "--num-workers", 1, "--epochs", 100)
-    wait_for_epoch(run, 1)
+    run.wait_for_epoch(1)
     ray = run.descendants()
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)

@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     if script == DEEPSPEED:
         (tmp_path / "undisturbed").mkdir()
         undisturbed = Run(2, tmp_path / "undisturbed", *options, *LOCAL, script=script)
-        run.wait_for(tmp_path, "metrics.jsonl")  # the first epoch's
+        run.wait_for_epoch(1)
         run.ray_processes("RayTrainWorker")[-1].kill()
         assert undisturbed.finish() == 0, undisturbed.text
     assert run.finish() == 0, run.text
