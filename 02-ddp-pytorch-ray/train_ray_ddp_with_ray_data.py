@@ -4,12 +4,14 @@ Two workers here:     python train_ray_ddp_with_ray_data.py --num-workers 2
 In this process:      python train_ray_ddp_with_ray_data.py --num-workers 0      (Ray's local mode)
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp_with_ray_data.py --num-workers 16 \\
                           --storage-path s3://BUCKET/runs
+Data of your own:     python train_ray_ddp_with_ray_data.py --data-uri s3://BUCKET/images --image-size 64
 
-The data set is written to Parquet under --storage-path once, and streamed from there through CPU tasks. Every sample
-is seen once an epoch, but which worker gets it, and when, is Ray's to say: so losses differ from run to run, and an
-epoch that was cut short begins again.
+A built-in data set is written to Parquet under --storage-path once, and streamed from there through CPU tasks. Every
+sample is seen once an epoch, but which worker gets it, and when, is Ray's to say: so losses differ from run to run, and
+an epoch that was cut short begins again.
 """
 
+import argparse
 import time
 from argparse import Namespace
 
@@ -21,14 +23,19 @@ import torch.nn.functional as F
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import TensorDataset
 
-from shared import checkpoint, cli, cluster, data, distributed, models, ray_storage, runs
+from shared import checkpoint, cli, cluster, data, distributed, models, ray_images, ray_storage, runs
 
 
 def main() -> None:
     # No BatchNorm: whichever rows a worker gets, its last batch may be of one sample, which has no variance.
-    args = cli.ray_parser(__doc__, models=("resnet18", "mlp")).parse_args()
+    parser = cli.ray_parser(__doc__, models=("resnet18", "mlp"))
+    parser.add_argument("--data-uri", dest="dataset", type=cli.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
+        help="in place of --dataset: a path or URI with train/ and val/ in it, each of them Parquet files with the "
+        "columns image and label, or pictures in a folder for each label")  # fmt: skip
+    parser.add_argument("--image-size", type=cli.positive_int, metavar="PIXELS",
+        help="bring pictures of --data-uri to this height and width (default: all have the same)")  # fmt: skip
+    args = parser.parse_args()
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
 
     # [1] Whatever can be wrong is found before a worker starts.
@@ -36,7 +43,8 @@ def main() -> None:
         data.local_batch_size(args.batch_size, cluster.world_size(args))
         if args.num_workers == 0 and cluster.world_size(args) > 1:
             raise ValueError("Ray Data has no local mode under torchrun: start this script with plain python")
-        splits = data.load(args.dataset, args.data_dir)
+        built_in = args.dataset in data.IMAGE_DATASETS
+        splits = data.load(args.dataset, args.data_dir) if built_in else ray_images.look(args.dataset, args.image_size)
         run, earlier = ray_storage.claim(args, driver)
     cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(args, spare_cpus=1)
@@ -47,12 +55,11 @@ def main() -> None:
     context.use_datasource_v2 = False  # Ray's newer Parquet reader starts helper processes for each pass
     storage_path, name = run.place
     with distributed.fail_together():
-        folder = f"{storage_path}/datasets/{args.dataset}"
-        datasets = {
-            "train": read(splits.train, f"{folder}/train", args, first_epoch=len(earlier)),
-            "val": read(splits.val, f"{folder}/val", args, first_epoch=len(earlier)),
-        }
-    args.image_shape, args.num_classes, args.num_samples = splits.image_shape, splits.num_classes, len(splits.train)
+        if built_in:
+            splits = ray_images.write(splits, f"{storage_path}/datasets/{args.dataset}")
+        datasets = {name: read(images, args, first_epoch=len(earlier)) for name, images in splits.items()}
+    args.image_shape, args.num_classes = splits["train"].image_shape, len(splits["train"].classes)
+    args.num_samples, args.has_ids = splits["train"].num_samples, built_in
 
     # [3] Ray Train starts the workers, makes their process group, and replaces those that die.
     trainer = TorchTrainer(
@@ -143,17 +150,21 @@ class EverySample(ray.train.DataConfig):
         return shards
 
 
-def read(dataset: TensorDataset, folder: str, args: Namespace, first_epoch: int) -> ray.data.Dataset:
-    """`dataset` as a stream of Parquet files, in another order each epoch, normalised on the way."""
-    blocks = max(8, 4 * args.num_workers)  # several for each worker: blocks are what is dealt
+def read(images: ray_images.ImageSet, args: Namespace, first_epoch: int) -> ray.data.Dataset:
+    """A stream of these images, in another order each epoch, normalised on the way."""
     shuffle = ray.data.FileShuffleConfig(seed=args.seed + first_epoch)  # each pass mixes its number in
-    files = ray.data.read_parquet(data.write_parquet(dataset, folder), shuffle=shuffle, override_num_blocks=blocks)
-    return files.map_batches(normalize)
+    if images.pictures:
+        rows = ray.data.read_binary_files(images.path, include_paths=True, shuffle=shuffle)
+    else:
+        # Several for each worker: blocks are what is dealt. Files of one's own are large enough for Ray to cut them.
+        blocks = max(8, 4 * args.num_workers) if args.dataset in data.IMAGE_DATASETS else None
+        rows = ray.data.read_parquet(images.path, shuffle=shuffle, override_num_blocks=blocks)
+    return rows.map_batches(images).map_batches(normalize)
 
 
 def normalize(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Pixels in [0, 1] to [-1, 1], as `shared.data` has them. Runs in Ray Data's tasks."""
-    return {**batch, "image": (np.stack(batch["image"]) - np.float32(0.5)) / np.float32(0.5)}
+    """Pixels in [0, 1] to [-1, 1], as `shared.data` has them. Runs in Ray Data's tasks; the place for augmentation."""
+    return {**batch, "image": (batch["image"] - np.float32(0.5)) / np.float32(0.5)}
 
 
 def train_epoch(
@@ -163,12 +174,13 @@ def train_epoch(
     """Train one epoch, or to --max-steps; whether it ended, its seconds, and how many samples were seen just once."""
     ddp_model.train()
     dtype = next(ddp_model.parameters()).dtype
-    seen = torch.zeros(args.num_samples, device=worker.device)  # our proof; a data set of billions goes without
+    # Our proof, by ids. A data set of one's own has none: its samples are counted.
+    seen = torch.zeros(args.num_samples * args.has_ids, device=worker.device)
     ended = False
     nothing = {name: torch.empty(0, dtype=torch.long, device=worker.device) for name in ("id", "image", "label")}
     losses, counts = [], []
     started = time.perf_counter()
-    batches = iter(shard.iter_torch_batches(
+    batches = ray_images.Stream(shard.iter_torch_batches(
         batch_size=local_batch_size, device=worker.device,
         local_shuffle_buffer_size=8 * local_batch_size, local_shuffle_seed=args.seed + progress["epoch"],
     ))  # fmt: skip
@@ -190,11 +202,14 @@ def train_epoch(
         optimizer.step()
         losses.append(loss.detach())
         counts.append(count)
-        seen[batch["id"]] += 1
+        if args.has_ids:
+            seen[batch["id"]] += 1
+    with distributed.fail_together():
+        batches.check()  # no image was beyond reading
     step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
     seconds = time.perf_counter() - started
     runs.record_steps(progress, step_losses, counts)
-    return ended, seconds, int((distributed.global_sum(seen) == 1).sum())
+    return ended, seconds, int((distributed.global_sum(seen) == 1).sum()) if args.has_ids else sum(counts)
 
 
 @torch.no_grad()
@@ -205,12 +220,15 @@ def evaluate(
     model.eval()
     dtype = next(model.parameters()).dtype
     totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, samples
-    for batch in shard.iter_torch_batches(batch_size=batch_size, device=worker.device):
+    batches = ray_images.Stream(shard.iter_torch_batches(batch_size=batch_size, device=worker.device))
+    for batch in batches:
         labels = batch["label"]
         logits = model(batch["image"].to(dtype).view(len(labels), *image_shape))
         loss = F.cross_entropy(logits, labels, reduction="sum")
         correct = (logits.argmax(dim=1) == labels).sum()
         totals += torch.stack([loss.double(), correct.double(), torch.tensor(len(labels)).to(totals)])
+    with distributed.fail_together():
+        batches.check()
     loss, correct, samples = distributed.global_sum(totals).tolist()
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 

@@ -69,6 +69,11 @@ def seed(text: str) -> int:
     return value
 
 
+def path_or_uri(text: str) -> str:
+    """An option's value as an absolute path; a URI as it is."""
+    return text if "://" in text else os.path.abspath(text)
+
+
 def training_parser(
     description: str, models: Sequence[str] = IMAGE_MODELS, datasets: Sequence[str] = IMAGE_DATASETS,
     precisions: Mapping[str, str] = IMAGE_PRECISIONS,

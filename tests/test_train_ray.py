@@ -8,6 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torchvision
 from runs import (
     ROOT,
     UNEVEN,
@@ -19,6 +20,8 @@ from runs import (
     refused_here,
     train,
 )
+
+from shared import data
 
 SCRIPT = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
 DIES_WHILE_STARTING = ROOT / "tests/dies_while_starting.py"
@@ -153,6 +156,25 @@ def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(on_clust
     assert metrics[0] == before[0]
     assert [line["samples_seen"] for line in metrics] == [176] * 3
     assert [line["epoch"] for line in metrics] == [1, 2, 3]
+
+
+def test_pictures_of_one_s_own_and_one_of_them_damaged(on_cluster, small_mnist, tmp_path):
+    """176 PNG files for training and 16 for validation, in a folder for each label."""
+    splits = data.load("mnist", small_mnist)
+    for part, (images, labels) in (("train", splits.train.tensors), ("val", splits.val.tensors)):
+        for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
+            path = tmp_path / f"pictures/{part}/digit-{label}/{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torchvision.utils.save_image(image * 0.5 + 0.5, path)
+    options = ("--data-uri", tmp_path / "pictures", "--image-size", 8, "--model", "mlp", "--batch-size", 16)
+    run = start(tmp_path, *options, "--num-workers", 2, "--run-name", "run", "--epochs", 1000, script=WITH_RAY_DATA)
+    run.wait_for_epoch(1)
+    path.write_bytes(path.read_bytes()[:60])
+    assert run.finish() == 2
+    assert f"{WITH_RAY_DATA.name}: error: cannot use an image of {path}: image file is truncated" in run.text
+    assert "Traceback" not in run.text
+    assert {line["samples_seen"] for line in run.metrics()} == {176}
+    assert (run.metrics()[0]["val_accuracy"] * 16).is_integer() and newest(tmp_path).exists()
 
 
 def test_ray_data_in_local_mode(options, tmp_path):
