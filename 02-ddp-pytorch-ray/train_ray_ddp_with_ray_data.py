@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from ray.train.torch import TorchConfig, TorchTrainer, prepare_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torchvision.transforms import v2
 
 from shared import checkpoint, cli, cluster, data, distributed, models, ray_images, ray_storage, runs
 
@@ -35,6 +36,8 @@ def main() -> None:
         "columns image and label, or pictures in a folder for each label")  # fmt: skip
     parser.add_argument("--image-size", type=cli.positive_int, metavar="PIXELS",
         help="bring pictures of --data-uri to this height and width (default: all have the same)")  # fmt: skip
+    parser.add_argument("--augment", action="store_true",
+        help="turn, shift, scale and blur each training image at random, on the CPUs of Ray Data's tasks")  # fmt: skip
     args = parser.parse_args()
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
 
@@ -58,8 +61,13 @@ def main() -> None:
         if built_in:
             splits = ray_images.write(splits, f"{storage_path}/datasets/{args.dataset}")
         datasets = {name: read(images, args, first_epoch=len(earlier)) for name, images in splits.items()}
-    args.image_shape, args.num_classes = splits["train"].image_shape, len(splits["train"].classes)
-    args.num_samples, args.has_ids = splits["train"].num_samples, built_in
+        if args.augment:
+            datasets["train"] = datasets["train"].map_batches(augment)
+    facts = splits["train"]
+    args.image_shape, args.num_classes = facts.image_shape, len(facts.classes)
+    args.num_samples, args.has_ids = facts.num_samples, facts.has_ids
+    if not built_in:
+        driver.log(f"{facts.num_samples} images of {facts.image_shape}, labels {', '.join(facts.classes)}")
 
     # [3] Ray Train starts the workers, makes their process group, and replaces those that die.
     trainer = TorchTrainer(
@@ -163,8 +171,15 @@ def read(images: ray_images.ImageSet, args: Namespace, first_epoch: int) -> ray.
 
 
 def normalize(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Pixels in [0, 1] to [-1, 1], as `shared.data` has them. Runs in Ray Data's tasks; the place for augmentation."""
+    """Pixels in [0, 1] to [-1, 1], as `shared.data` has them. Runs in Ray Data's tasks."""
     return {**batch, "image": (batch["image"] - np.float32(0.5)) / np.float32(0.5)}
+
+
+def augment(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Each image turned, shifted, scaled and blurred, by random numbers of its own. Runs in Ray Data's tasks."""
+    torch.seed()  # each process begins with the same one
+    change = v2.Compose([v2.RandomAffine(15, translate=(0.1, 0.1), scale=(0.8, 1.2), fill=-1), v2.GaussianBlur(3)])
+    return {**batch, "image": torch.stack([change(torch.tensor(image)) for image in batch["image"]]).numpy()}
 
 
 def train_epoch(

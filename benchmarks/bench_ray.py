@@ -4,18 +4,22 @@
    and the seconds that a run takes beside them (start-up, validation, checkpoints, shutdown).
 2. Ray Data over a PyTorch DataLoader, no training: samples per second and peak memory, with a CPU-heavy transform of
    each sample and with a light one, two processes for each.
+3. The same with two nodes, each with one core: the DataLoader has the trainer's, Ray Data both (Linux, two cores).
 
 Writes ray-DATE-DEVICE.md and .json. Starts a Ray of its own.
 """
 
 import argparse
+import contextlib
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
@@ -25,12 +29,13 @@ import ray
 import ray.data
 import torch
 from bench_ddp import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
+from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
 
 from shared import cluster, data
 
-GOAL_TRAIN, GOAL_DATA = 0.97, 1.0
+GOAL_TRAIN, GOAL_DATA, GOAL_NODES = 0.97, 1.0, 1.3
 BATCH = 64
 AUGMENT = v2.Compose([v2.Resize((160, 160)), v2.RandomAffine(15, scale=(0.8, 1.2)), v2.GaussianBlur(9)])
 
@@ -42,7 +47,12 @@ def main() -> None:
     args = parser.parse_args()
     result = {"date": time.strftime("%Y-%m-%d"), "repeats": args.repeats, "ray": ray.__version__, **machine()}
     result["train"] = train(args.repeats)
-    result["data"] = {"heavy": feed(args.repeats, heavy, 2048), "light": feed(args.repeats, light, 65536)}
+    result["data"] = {
+        "heavy": feed(args.repeats, heavy, 8192),
+        "heavy, short": feed(args.repeats, heavy, 2048),
+        "light": feed(args.repeats, light, 65536),
+    }
+    result["nodes"] = two_nodes(args.repeats)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"ray-{result['date']}-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}"
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
@@ -119,38 +129,45 @@ class Peak:
         self.thread.join()
 
 
-def feed(repeats: int, transform, num_samples: int) -> dict:
-    """Passes over `num_samples` digits by each, after one that warms up; two processes transform."""
+def make_input(transform, num_samples: int, num_workers: int) -> tuple[DataLoader, TensorDataset, Callable]:
+    """The same samples and transform for both: a DataLoader, what to write as Parquet, and a function on its blocks."""
     images, labels = data.digits().train.tensors
     times = -(-num_samples // len(labels))
     images, labels = images.repeat(times, 1, 1, 1)[:num_samples] * 0.5 + 0.5, labels.repeat(times)[:num_samples]
-    loader = DataLoader(Transformed(transform, images, labels), BATCH, num_workers=2, shuffle=True)
+    loader = DataLoader(Transformed(transform, images, labels), BATCH, num_workers=num_workers, shuffle=True)
 
     def transform_batch(batch: dict[str, np.ndarray]) -> dict:
         pixels = torch.from_numpy(np.stack(batch["image"])).view(-1, 1, 8, 8)
         return {"image": torch.stack([transform(each) for each in pixels]).numpy(), "label": batch["label"]}
 
-    alone = DataLoader(Transformed(transform, images, labels), BATCH, shuffle=True)
+    return loader, TensorDataset(images * 2 - 1, labels), transform_batch
+
+
+def stream_of(files: str, transform_batch: Callable) -> Iterator[np.ndarray]:
+    """The labels of one pass of Ray Data over these files, batch by batch. Ray is up."""
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars, context.use_datasource_v2 = False, False  # as in the script
+    stream = ray.data.read_parquet(files, shuffle="files").map_batches(transform_batch, batch_size=BATCH)
+    return (batch["label"] for batch in stream.iter_torch_batches(batch_size=BATCH))
+
+
+def feed(repeats: int, transform, num_samples: int) -> dict:
+    """Passes over `num_samples` digits by each, after one that warms up; two processes transform."""
+    loader, samples, transform_batch = make_input(transform, num_samples, num_workers=2)
+    alone = DataLoader(loader.dataset, BATCH, shuffle=True)
     rates, memory = {"alone": [], "loader": [], "ray": []}, {}
     with tempfile.TemporaryDirectory() as folder:
-        files = data.write_parquet(TensorDataset(images * 2 - 1, labels), folder, num_files=16)
+        files = data.write_parquet(samples, folder, num_files=16)
         for side in rates:
             if side == "ray":
                 cluster.start(argparse.Namespace(num_workers=0, use_gpu=False), spare_cpus=2)
-                context = ray.data.DataContext.get_current()
-                context.enable_progress_bars, context.use_datasource_v2 = False, False  # as in the script
-                stream = ray.data.read_parquet(files, shuffle="files").map_batches(transform_batch, batch_size=BATCH)
             with Peak() as peak:
                 for turn in range(repeats + 1):
                     if side == "ray":
-                        batches = (batch["label"] for batch in stream.iter_torch_batches(batch_size=BATCH))
+                        batches = stream_of(files, transform_batch)
                     else:
                         batches = (labels for _, labels in (loader if side == "loader" else alone))
-                    began, count = time.perf_counter(), 0
-                    for batch in batches:
-                        count += len(batch)
-                    rate = count / (time.perf_counter() - began)
-                    assert count == num_samples
+                    rate = rate_of(batches, num_samples)
                     if turn:
                         rates[side].append(rate)
                     print(f"{transform.__name__}, {side}: {rate:.0f} samples/s", flush=True)
@@ -158,6 +175,64 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
         cluster.stop()
     compared = compare(rates["loader"], rates["ray"])
     return {**compared, "samples": num_samples, "peak_bytes": memory, "alone": rates["alone"]}
+
+
+def two_nodes(repeats: int, num_samples: int = 8192) -> dict | None:
+    """The heavy transform with a core for the trainer's node and one for another; None where there are none to pin to.
+
+    Both sides in turn, Ray started anew for each of its turns, and warmed up by a pass over an eighth of the samples,
+    whose seconds are apart.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if len(cores) < 2:
+        return None
+    rates, start_s = {"loader": [], "ray": []}, []
+    try:
+        os.sched_setaffinity(0, cores[:1])  # of this thread, and of all that it starts
+        loader, samples, transform_batch = make_input(heavy, num_samples, num_workers=1)
+        with tempfile.TemporaryDirectory() as folder:
+            files = data.write_parquet(samples, folder, num_files=16)
+            few = data.write_parquet(TensorDataset(*samples[: num_samples // 8]), folder, num_files=16)
+            for number in range(1, repeats + 1):
+                rates["loader"].append(rate_of((labels for _, labels in loader), num_samples))
+                began = time.perf_counter()
+                with nodes_on(cores[:2]):
+                    rate_of(stream_of(few, transform_batch), num_samples // 8)
+                    start_s.append(time.perf_counter() - began)
+                    rates["ray"].append(rate_of(stream_of(files, transform_batch), num_samples))
+                numbers = ", ".join(f"{side} {rates[side][-1]:.0f}" for side in rates)
+                print(f"[{number}/{repeats}] two nodes: {numbers} samples/s", flush=True)
+    finally:
+        os.sched_setaffinity(0, cores)
+    return {**compare(rates["loader"], rates["ray"]), "samples": num_samples, "start_s": start_s}
+
+
+@contextlib.contextmanager
+def nodes_on(cores: list[int]) -> Iterator[None]:
+    """A Ray with a node on each core, joined by this process, which belongs to the first."""
+    first, second = cores
+    each = {"num_cpus": 1, "object_store_memory": 2**30}  # this class's own default holds 1,500 samples, and spills
+    nodes = Cluster(initialize_head=True, head_node_args={**each, "include_dashboard": False})
+    try:
+        os.sched_setaffinity(0, [second])
+        nodes.add_node(**each)
+        os.sched_setaffinity(0, [first])
+        nodes.wait_for_nodes()
+        cluster.quiet_settings(own=True)
+        ray.init(nodes.address, logging_config=ray.LoggingConfig(log_level="ERROR"))
+        yield
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+        os.sched_setaffinity(0, [first])
+
+
+def rate_of(batches: Iterable, num_samples: int) -> float:
+    """Samples per second of one pass."""
+    began, count = time.perf_counter(), sum(len(batch) for batch in batches)
+    seconds = time.perf_counter() - began
+    assert count == num_samples
+    return num_samples / seconds
 
 
 def report(result: dict) -> str:
@@ -210,11 +285,12 @@ of all processes, Ray's own included.
     return (
         page
         + f"""
-Heavy transform: {verdict(heavy_ratio, GOAL_DATA)}. The light one is reported as it is. Both sides have the same cores
-of one machine, and Ray's own processes take their part of them: what Ray Data adds, the CPUs of other machines, does
-not show here.
+Heavy transform: {verdict(heavy_ratio, GOAL_DATA)}. The light one is reported as it is. A pass of Ray Data begins with
+some two seconds of planning and waiting for a first block, whatever its length, so a short pass shows them most. Both
+sides have the same cores of one machine: what Ray Data adds, the CPUs of other machines, does not show here.
 """
         + without_workers(parts)
+        + with_another_node(result.get("nodes"))
     )
 
 
@@ -231,6 +307,29 @@ def without_workers(parts: dict) -> str:
 A DataLoader without workers makes {rates["heavy"]["alone"]:.0f} samples/s with the heavy transform: the faster of the
 two makes **{gain:.2f}** times as many, goal above 1: {reached(gain > 1)}. With the light one it makes
 {rates["light"]["alone"]:.0f}, **{simplest:.2f}** times as many as Ray Data, goal above 1: {reached(simplest > 1)}.
+"""
+
+
+def with_another_node(part: dict | None) -> str:
+    """The table of `two_nodes`; "" for a result that was measured before it was there, or on one core."""
+    if part is None:
+        return ""
+    loader, by_ray = (median(part[side]) for side in ("baseline", "measured"))
+    verdict = f"goal {GOAL_NODES}: {reached(part['ratio'] >= GOAL_NODES)}"
+    return f"""
+## Ray Data with another node's core
+
+The heavy transform once more, {part["samples"]:,} samples. The trainer's node has one core and a second Ray node
+another one, and their processes are pinned to them: a DataLoader with one worker has the trainer's core, Ray Data both.
+The two run in turn. Ray is started for each of its turns, and warmed up by a pass over an eighth of the samples: both
+together take {median(part["start_s"]):.0f} s, which are not part of the rate.
+
+| | samples/s |
+|---|---:|
+| DataLoader, the trainer's node | {loader:.0f} |
+| Ray Data, both nodes | {by_ray:.0f} |
+
+**{part["ratio"]:.2f}** times as many ({part["lowest"]:.2f} to {part["highest"]:.2f} in single pairs), {verdict}.
 """
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +20,9 @@ from PIL import Image
 from pyarrow import fs
 from ray.exceptions import UserCodeException
 
-from shared.data import Splits, write_parquet
+# Each process of Ray Data's tasks imports this file: torch, which takes seconds, is not needed there.
+if TYPE_CHECKING:
+    from shared.data import Splits
 
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 WANTED = (
@@ -38,9 +41,10 @@ class ImageSet:
     classes: tuple[str, ...]  # in the order of their labels
     pictures: bool = False  # files of pictures, not Parquet
     image_size: int | None = None  # what encoded pictures are resized to, in both directions
+    has_ids: bool = False  # a column with the number of each sample, from 0
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """For `map_batches`: columns image, float32 (rows, channels, height, width) from 0 to 1, label, and id if any.
+        """For `map_batches`: columns image, float32 (rows, channels, height, width) from 0 to 1, label, id if there.
 
         Pictures come with the columns bytes and path. Raises ValueError for an image that cannot be read, and for one
         of another shape than the first one's.
@@ -48,12 +52,11 @@ class ImageSet:
         if self.pictures:
             number_of = {name: number for number, name in enumerate(self.classes)}
             labels = [number_of[PurePosixPath(path).parent.name] for path in batch["path"]]
+            images = [self.read(*row) for row in zip(batch["bytes"], batch["path"], strict=True)]
         else:
             labels = batch["label"]
-        images = [self.read(*row) for row in zip(batch["bytes"], batch["path"], strict=True)] if self.pictures else [
-            self.read(image, self.path) for image in batch["image"]
-        ]  # fmt: skip
-        ids = {"id": batch["id"]} if "id" in batch else {}
+            images = [self.read(image, self.path) for image in batch["image"]]
+        ids = {"id": batch["id"]} if self.has_ids else {}
         return {**ids, "image": np.stack(images), "label": np.asarray(labels, dtype=np.int64)}
 
     def read(self, image: object, where: str) -> np.ndarray:
@@ -94,17 +97,16 @@ class Stream:
         """Raises ValueError where the stream has broken."""
         if self.broken is not None:
             told = re.findall(r"^ValueError: (.*)$", str(self.broken), re.MULTILINE)
-            if not told:
-                raise self.broken
-            raise ValueError(told[-1])
+            raise ValueError(told[-1]) if told else self.broken
 
 
-def write(splits: Splits, folder: str) -> dict[str, ImageSet]:
+def write(splits: "Splits", folder: str) -> dict[str, ImageSet]:
     """Write a built-in data set's train and val into `folder`, a path or a URI, unless an earlier call has."""
-    return {
-        name: ImageSet(write_parquet(part, f"{folder}/{name}"), len(part), splits.image_shape, splits.classes)
-        for name, part in (("train", splits.train), ("val", splits.val))
-    }
+    from shared.data import write_parquet
+
+    facts = {"image_shape": splits.image_shape, "classes": splits.classes, "has_ids": True}
+    parts = {"train": splits.train, "val": splits.val}
+    return {name: ImageSet(write_parquet(part, f"{folder}/{name}"), len(part), **facts) for name, part in parts.items()}
 
 
 def look(uri: str, image_size: int | None = None) -> dict[str, ImageSet]:

@@ -34,7 +34,9 @@ def ray_cluster():
     """The address of a Ray cluster of one node with five CPUs in its books: scripts that join it start sooner."""
     from ray.cluster_utils import Cluster  # takes a second, and few tests need it
 
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": False})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less a run
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": False})
     yield nodes.address
     nodes.shutdown()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from shared import checkpoint, data, distributed, measure, models
@@ -33,14 +33,25 @@ def loss_of_step(number: int, model, worker: distributed.Worker) -> torch.Tensor
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * CONFIG.context)
 
 
-def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
+def sharded_gpt(seed: int) -> models.GPT:
     with torch.device("meta"):
         model = models.GPT(CONFIG)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     model.to_empty(device="cpu")
-    models.init_weights(model, 0 if action == "save" else 1)
+    models.init_weights(model, seed)
+    return model
+
+
+def whole_weights(model: models.GPT) -> dict[str, torch.Tensor]:
+    """Gathered on rank 0; the others get an empty dict."""
+    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    return {name: value.clone() for name, value in weights.items()}
+
+
+def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
+    model = sharded_gpt(0 if action == "save" else 1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
     def step(number: int) -> float:
@@ -55,8 +66,13 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
         checkpoint.save_sharded(folder / "fsdp2", model, optimizer)
     else:
         checkpoint.restore_sharded(folder / "fsdp2", model, optimizer)
-    weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    weights = {name: value.clone() for name, value in weights.items()}
+    weights = whole_weights(model)
+    # Lesson 3.2: how pretrained weights get in.
+    other = sharded_gpt(2)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(other, weights if worker.rank == 0 else {}, options=options)
+    taken = whole_weights(other)
+    assert all(torch.equal(taken[name], value) for name, value in weights.items())
     loss = loss_of_step(2, model, worker)
     (loss * worker.world_size).backward()
     state_bytes = measure.state_bytes(model, optimizer)

@@ -149,7 +149,7 @@ def test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed(on_clust
     That it learns as much as a DataLoader's run, within one point, is asserted by lesson 2.3.
     """
     options = (*options, "--precision", "fp32", "--model", "mlp", "--batch-size", 16, "--num-workers", 2, "--epochs", 3)
-    before = train(0, tmp_path, *options, "--max-steps", 20, script=WITH_RAY_DATA)
+    before = train(0, tmp_path, *options, "--max-steps", 20, "--augment", script=WITH_RAY_DATA)
     assert [line["epoch"] for line in before] == [1, 2] and before[0]["samples_seen"] == 176
     assert 0 < before[1]["samples_seen"] < 176 and sum(len(line["step_losses"]) for line in before) == 20
     metrics = train(0, tmp_path, *options, "--resume", script=WITH_RAY_DATA)
@@ -173,11 +173,12 @@ def test_pictures_of_one_s_own_and_one_of_them_damaged(on_cluster, small_mnist, 
     assert run.finish() == 2
     assert f"{WITH_RAY_DATA.name}: error: cannot use an image of {path}: image file is truncated" in run.text
     assert "Traceback" not in run.text
+    assert "[driver] 176 images of (1, 8, 8), labels digit-0, digit-1, " in run.text
     assert {line["samples_seen"] for line in run.metrics()} == {176}
     assert (run.metrics()[0]["val_accuracy"] * 16).is_integer() and newest(tmp_path).exists()
 
 
-def test_ray_data_in_local_mode(options, tmp_path):
+def test_ray_data_in_local_mode(on_cluster, options, tmp_path):
     metrics = train(0, tmp_path, *options, "--num-workers", 0, script=WITH_RAY_DATA)
     assert [line["samples_seen"] for line in metrics] == [176] * 2
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
