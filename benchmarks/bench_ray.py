@@ -161,17 +161,19 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
         for side in rates:
             if side == "ray":
                 cluster.start(argparse.Namespace(num_workers=0, use_gpu=False), spare_cpus=2)
-            with Peak() as peak:
-                for turn in range(repeats + 1):
-                    if side == "ray":
-                        batches = stream_of(files, transform_batch)
-                    else:
-                        batches = (labels for _, labels in (loader if side == "loader" else alone))
+            for turn in range(repeats + 1):
+                if side == "ray":
+                    batches = stream_of(files, transform_batch)
+                else:
+                    batches = (labels for _, labels in (loader if side == "loader" else alone))
+                # Looking at the memory of all of Ray's processes takes a good part of a core: while warming up.
+                with contextlib.nullcontext() if turn else Peak() as peak:
                     rate = rate_of(batches, num_samples)
-                    if turn:
-                        rates[side].append(rate)
-                    print(f"{transform.__name__}, {side}: {rate:.0f} samples/s", flush=True)
-            memory[side] = peak.bytes
+                if turn:
+                    rates[side].append(rate)
+                else:
+                    memory[side] = peak.bytes
+                print(f"{transform.__name__}, {side}: {rate:.0f} samples/s", flush=True)
         cluster.stop()
     compared = compare(rates["loader"], rates["ray"])
     return {**compared, "samples": num_samples, "peak_bytes": memory, "alone": rates["alone"]}
