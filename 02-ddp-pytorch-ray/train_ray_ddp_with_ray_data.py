@@ -47,7 +47,10 @@ def main() -> None:
         if args.num_workers == 0 and cluster.world_size(args) > 1:
             raise ValueError("Ray Data has no local mode under torchrun: start this script with plain python")
         built_in = args.dataset in data.IMAGE_DATASETS
+        if built_in and args.image_size:
+            raise ValueError("--image-size is for the pictures of --data-uri")
         splits = data.load(args.dataset, args.data_dir) if built_in else ray_images.look(args.dataset, args.image_size)
+        args.classes = None if built_in else splits["train"].classes  # a run that is resumed must have the same
         run, earlier = ray_storage.claim(args, driver)
     cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(args, spare_cpus=1)
@@ -67,7 +70,7 @@ def main() -> None:
     args.image_shape, args.num_classes = facts.image_shape, len(facts.classes)
     args.num_samples, args.has_ids = facts.num_samples, facts.has_ids
     if not built_in:
-        driver.log(f"{facts.num_samples} images of {facts.image_shape}, labels {', '.join(facts.classes)}")
+        driver.log(f"{facts.num_samples} images of {facts.image_shape}, labels {ray_images.some(facts.classes)}")
 
     # [3] Ray Train starts the workers, makes their process group, and replaces those that die.
     trainer = TorchTrainer(
@@ -161,13 +164,17 @@ class EverySample(ray.train.DataConfig):
 def read(images: ray_images.ImageSet, args: Namespace, first_epoch: int) -> ray.data.Dataset:
     """A stream of these images, in another order each epoch, normalised on the way."""
     shuffle = ray.data.FileShuffleConfig(seed=args.seed + first_epoch)  # each pass mixes its number in
+    options = {"shuffle": shuffle, "include_paths": True, "partition_filter": ray_images.Visible()}
     if images.pictures:
-        rows = ray.data.read_binary_files(images.path, include_paths=True, shuffle=shuffle)
+        rows = ray.data.read_binary_files(images.path, **options)
     else:
-        # Several for each worker: blocks are what is dealt. Files of one's own are large enough for Ray to cut them.
+        # Several for each worker: blocks are what is dealt. How large they are of one's own files Ray knows best.
         blocks = max(8, 4 * args.num_workers) if args.dataset in data.IMAGE_DATASETS else None
-        rows = ray.data.read_parquet(images.path, shuffle=shuffle, override_num_blocks=blocks)
-    return rows.map_batches(images).map_batches(normalize)
+        columns = ["image", "label", *(["id"] if images.has_ids else [])]
+        rows = ray.data.read_parquet(images.path, columns=columns, override_num_blocks=blocks, **options)
+    # Pictures may be many times as large when they are pixels: a few at a time, in place of a block.
+    few = None if args.dataset in data.IMAGE_DATASETS else 64
+    return rows.map_batches(images, batch_size=few).map_batches(normalize)
 
 
 def normalize(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -70,8 +70,8 @@ def seed(text: str) -> int:
 
 
 def path_or_uri(text: str) -> str:
-    """An option's value as an absolute path; a URI as it is."""
-    return text if "://" in text else os.path.abspath(text)
+    """An option's value as an absolute path; a URI as it is, but for a slash at its end."""
+    return text.rstrip("/") if "://" in text else os.path.abspath(text)
 
 
 def training_parser(

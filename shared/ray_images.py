@@ -6,6 +6,7 @@ each label.
 
 import io
 import re
+import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -15,15 +16,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.dataset
-import ray.data  # noqa: F401 - Parquet that Ray has written holds arrays of a type that Ray defines
-from PIL import Image
+from PIL import Image, ImageOps
 from pyarrow import fs
+from ray.data.datasource import PathPartitionFilter  # with ray.data comes a type that Parquet written by Ray may hold
 from ray.exceptions import UserCodeException
 
 # Each process of Ray Data's tasks imports this file: torch, which takes seconds, is not needed there.
 if TYPE_CHECKING:
     from shared.data import Splits
 
+HIDDEN = (".", "_")
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 WANTED = (
     "there must be Parquet files with the columns image and label, or a folder for each label with pictures in it "
@@ -46,29 +48,26 @@ class ImageSet:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """For `map_batches`: columns image, float32 (rows, channels, height, width) from 0 to 1, label, id if there.
 
-        Pictures come with the columns bytes and path. Raises ValueError for an image that cannot be read, and for one
-        of another shape than the first one's.
+        It takes path and bytes of pictures, path, image and label of Parquet. Raises ValueError for an image that
+        cannot be read, and for one of another shape than the first one's.
         """
-        if self.pictures:
-            number_of = {name: number for number, name in enumerate(self.classes)}
-            labels = [number_of[PurePosixPath(path).parent.name] for path in batch["path"]]
-            images = [self.read(*row) for row in zip(batch["bytes"], batch["path"], strict=True)]
-        else:
-            labels = batch["label"]
-            images = [self.read(image, self.path) for image in batch["image"]]
+        images = map(self.read, batch["bytes" if self.pictures else "image"], batch["path"])
+        number_of = {name: number for number, name in enumerate(self.classes)}
+        folders = (PurePosixPath(path).parent.name for path in batch["path"])
+        labels = [number_of[folder] for folder in folders] if self.pictures else batch["label"]
         ids = {"id": batch["id"]} if self.has_ids else {}
-        return {**ids, "image": np.stack(images), "label": np.asarray(labels, dtype=np.int64)}
+        return {**ids, "image": np.stack(list(images)), "label": np.asarray(labels, dtype=np.int64)}
 
-    def read(self, image: object, where: str) -> np.ndarray:
-        """One image, by `pixels`."""
+    def read(self, image: object, path: str) -> np.ndarray:
+        """One image of the file `path`, by `pixels`."""
         try:
-            array = pixels(image, self.image_shape, self.image_size)
+            array = pixels(image, self.image_size, like=self.image_shape)
         except Exception as error:  # Pillow meets a damaged file with whatever its bytes lead to
-            raise ValueError(f"cannot use an image of {where}: {error}") from error
+            raise ValueError(f"cannot use an image of {path}: {error}") from error
         if array.shape != self.image_shape:
             raise ValueError(
-                f"{where} is of (channels, height, width) {array.shape}, and the first image of {self.path} of "
-                f"{self.image_shape}: --image-size brings pictures to one size"
+                f"{path} is of (channels, height, width) {array.shape}, and the first image of {self.path} of "
+                f"{self.image_shape}: --image-size brings pictures, though not arrays, to one size"
             )
         return array
 
@@ -81,6 +80,7 @@ class Stream:
     """
 
     def __init__(self, batches: Iterable[dict]) -> None:
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to a batch
         self.batches, self.broken = iter(batches), None
 
     def __iter__(self) -> "Stream":
@@ -89,7 +89,7 @@ class Stream:
     def __next__(self) -> dict:
         try:
             return next(self.batches)
-        except UserCodeException as error:  # a function of `map_batches` has raised, in another process
+        except (UserCodeException, ValueError) as error:  # raised in another process, by a function of `map_batches`
             self.broken = error
             raise StopIteration from None
 
@@ -114,11 +114,15 @@ def look(uri: str, image_size: int | None = None) -> dict[str, ImageSet]:
 
     Labels are numbers from 0 in Parquet; of folders they are the names, numbered in the order of the alphabet. An image
     in Parquet is an encoded picture (bytes, or {"bytes": ...}), or an array of uint8, or of floats from 0 to 1, as
-    (height, width), (height, width, channels) or (channels, height, width).
+    (height, width), (height, width, channels) or (channels, height, width). The first training image decides whether
+    all encoded ones are grey or coloured.
 
     Raises ValueError for anything else, saying what is there and what should be.
     """
-    train, val = (look_into(f"{uri.rstrip('/')}/{part}", image_size) for part in ("train", "val"))
+    if "://" in uri and "?" in uri:
+        raise ValueError("--data-uri takes no options after a ?; AWS_ENDPOINT_URL names an S3 store of one's own")
+    train = look_into(f"{uri}/train", image_size)
+    val = look_into(f"{uri}/val", image_size, like=train.image_shape)
     if train.image_shape != val.image_shape:
         raise ValueError(f"the images in {uri} are {train.image_shape} for training and {val.image_shape} in val")
     if train.pictures != val.pictures:
@@ -130,73 +134,102 @@ def look(uri: str, image_size: int | None = None) -> dict[str, ImageSet]:
     return {"train": train, "val": replace(val, classes=train.classes)}
 
 
-def look_into(folder: str, image_size: int | None) -> ImageSet:
-    """The set in one folder."""
+def look_into(folder: str, image_size: int | None, like: tuple[int, int, int] | None = None) -> ImageSet:
+    """The set in one folder. like: the shape of images of the other one."""
     try:
-        files, path = fs.FileSystem.from_uri(folder)
-        found = files.get_file_info(fs.FileSelector(path, recursive=True))
+        files, root = fs.FileSystem.from_uri(folder)
+        found = files.get_file_info(fs.FileSelector(root, recursive=True))
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {folder} ({str(error).splitlines()[0]}); {WANTED}") from error
-    names = [PurePosixPath(each.path).relative_to(path) for each in found if each.is_file]
-    names = sorted(name for name in names if not name.name.startswith((".", "_")))  # nor does Ray Data read those
-    kinds = {name.suffix.lower() for name in names}
-    if kinds == {".parquet"}:
-        return look_into_parquet(folder, files, [f"{path}/{name}" for name in names], image_size)
-    if kinds and kinds <= set(PICTURES) and {len(name.parts) for name in names} == {2}:
-        shape = shape_of(f"{folder}/{names[0]}", files.open_input_file(f"{path}/{names[0]}").read(), image_size)
-        classes = tuple(sorted({name.parts[0] for name in names}))
-        return ImageSet(folder, len(names), shape, classes, pictures=True, image_size=image_size)
-    raise ValueError(f"{folder} has {some(names) or 'no files'}; {WANTED}")
+    paths = Visible()(each.path for each in found if each.is_file)
+    names = sorted(PurePosixPath(path).relative_to(root) for path in paths)
+    names = [name for name in names if not name.parts[0].startswith(HIDDEN)]  # Ray leaves these out by itself
+    if names and all(name.suffix.lower() == ".parquet" for name in names):
+        return look_into_parquet(folder, files, [f"{root}/{name}" for name in names], image_size, like)
+    wrong = [name for name in names if name.suffix.lower() not in PICTURES or len(name.parts) != 2]
+    if wrong or not names:
+        raise ValueError(f"{folder} has {some(wrong) or 'no files'}; {WANTED}")
+    first = files.open_input_file(f"{root}/{names[0]}").read()
+    shape = shape_of(f"{folder}/{names[0]}", first, image_size, like)
+    classes = tuple(sorted({name.parts[0] for name in names}))
+    return ImageSet(folder, len(names), shape, classes, pictures=True, image_size=image_size)
 
 
-def look_into_parquet(folder: str, files: fs.FileSystem, paths: list[str], image_size: int | None) -> ImageSet:
-    """The set in these Parquet files. Only the column of labels and one image are read."""
+class Visible(PathPartitionFilter):
+    """Leaves out hidden files and hidden folders of labels, such as a file manager's: for `look` and Ray's readers."""
+
+    def __init__(self) -> None:
+        pass
+
+    def __call__(self, paths: Iterable[str]) -> list[str]:
+        return list(filter(self.apply, paths))
+
+    def apply(self, path: str) -> bool:
+        return not any(part.startswith(HIDDEN) for part in PurePosixPath(path).parts[-2:])
+
+
+def look_into_parquet(
+    folder: str, files: fs.FileSystem, paths: list[str], image_size: int | None, like: tuple[int, int, int] | None
+) -> ImageSet:
+    """The set in these Parquet files. Only the column of labels is read, and the images of the first group of rows."""
     try:
         table = pyarrow.dataset.dataset(paths, filesystem=files, format="parquet")
         if missing := {"image", "label"} - set(table.schema.names):
             raise ValueError(f"no column {' and no '.join(sorted(missing))}, only {some(table.schema.names)}")
         if not pa.types.is_integer(table.schema.field("label").type):
             raise ValueError(f"the labels are {table.schema.field('label').type}, and must be whole numbers from 0")
-        rows = sum(fragment.count_rows() for fragment in table.get_fragments())
-        batches = [pa.compute.min_max(batch["label"]) for batch in table.to_batches(columns=["label"]) if len(batch)]
-        ends = [(limits["min"].as_py(), limits["max"].as_py()) for limits in batches]
-        if rows == 0 or any(None in each for each in ends) or min(each[0] for each in ends) < 0:
-            raise ValueError("no rows" if rows == 0 else "the labels must be whole numbers from 0")
-        first = table.head(1, columns=["image"])["image"].chunk(0).to_numpy(zero_copy_only=False)[0]
+        rows, labels = 0, set()
+        for batch in table.to_batches(columns=["label"]):
+            rows += len(batch)
+            labels |= set(pa.compute.unique(batch["label"]).to_pylist())
+        if rows == 0:
+            raise ValueError("no rows")
+        if None in labels or min(labels) < 0 or max(labels) >= 10 * len(labels):
+            raise ValueError(f"the labels must be whole numbers from 0 without large gaps; there are {some(labels)}")
+        if len(labels) < 2:
+            raise ValueError(f"one label only: {labels.pop()}")
+        fragment = next(each for each in table.get_fragments() if each.count_rows())
+        image = fragment.split_by_row_group()[0].head(1, columns=["image"], batch_size=1)["image"].chunk(0)
+        first = image.to_numpy(zero_copy_only=False)[0]
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
         raise ValueError(f"cannot use {folder}: {str(error).splitlines()[0]}; {WANTED}") from error
-    classes = tuple(str(number) for number in range(max(each[1] for each in ends) + 1))
-    return ImageSet(folder, rows, shape_of(folder, first, image_size), classes, image_size=image_size)
+    classes = tuple(str(number) for number in range(max(labels) + 1))
+    return ImageSet(folder, rows, shape_of(folder, first, image_size, like), classes, image_size=image_size)
 
 
-def shape_of(where: str, image: object, image_size: int | None) -> tuple[int, int, int]:
+def shape_of(
+    where: str, image: object, image_size: int | None, like: tuple[int, int, int] | None
+) -> tuple[int, int, int]:
     """The shape of the first image."""
     try:
-        return pixels(image, None, image_size).shape
+        return pixels(image, image_size, like).shape
     except Exception as error:
         raise ValueError(f"cannot use the first image of {where}: {error}") from error
 
 
-def pixels(image: object, shape: tuple[int, int, int] | None, image_size: int | None) -> np.ndarray:
+def pixels(image: object, image_size: int | None, like: tuple[int, int, int] | None) -> np.ndarray:
     """An image as `look` describes it -> float32 (channels, height, width) from 0 to 1.
 
-    shape: of the first one, where this is another: a picture is brought to its number of channels, flat numbers to it.
+    like: the shape of the first image, where this is another: a picture is brought to its number of channels, flat
+    numbers to it. A picture is turned as its EXIF data say; what is transparent is taken as it is below.
     """
     if isinstance(image, dict):  # as Hugging Face's data sets have them
         image = image["bytes"]
     if isinstance(image, bytes):
-        image = Image.open(io.BytesIO(image))
-        grey = image.mode in ("1", "L", "I", "F") if shape is None else shape[0] == 1
+        image = ImageOps.exif_transpose(Image.open(io.BytesIO(image)))
+        if image.mode.startswith(("I", "F")):
+            raise ValueError(f"a picture of mode {image.mode} has more than 8 bits a channel; convert it to 8")
+        grey = image.mode in ("1", "L", "LA") if like is None else like[0] == 1
         image = image.convert("L" if grey else "RGB")
         image = np.asarray(image.resize((image_size, image_size)) if image_size else image)
     array = unnested(image)
     # The range is looked at once: a data set of noise, which is one of ours, has no bounds.
-    good = array.dtype == np.uint8 or (array.dtype.kind == "f" and (shape or (array.min() >= 0 and array.max() <= 1)))
+    good = array.dtype == np.uint8 or (array.dtype.kind == "f" and (like or (array.min() >= 0 and array.max() <= 1)))
     if not good:
         raise ValueError(f"its pixels must be uint8, or floats from 0 to 1, and are {array.dtype}")
     array = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 1)
-    if array.ndim == 1 and shape is not None and array.size == np.prod(shape):
-        return array.reshape(shape)
+    if array.ndim == 1 and like is not None and array.size == np.prod(like):
+        return array.reshape(like)
     if array.ndim == 2:
         return array[None]
     if array.ndim == 3 and array.shape[-1] in (1, 3):

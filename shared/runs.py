@@ -137,7 +137,7 @@ def check_metrics_out(args: argparse.Namespace) -> None:
 def options_of(args: argparse.Namespace) -> dict:
     """The options that decide what a run computes, for its checkpoints; an image model has no preset."""
     names = ("model", "preset", "zero_stage", "dataset", "text_file", "precision", "batch_size", "lr", "lr_step_size")
-    names += ("seed",)
+    names += ("seed", "classes", "image_size", "augment")
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
 
@@ -150,6 +150,8 @@ def check_same_run(args: argparse.Namespace, path: Path | str, saved: dict, work
         if saved.get(name) != now.get(name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{path} is of {option} {saved[name]}, and this run asks for {option} {now[name]}")
+    if any(saved.get(name) != now.get(name) for name in ("classes", "image_size")):
+        raise ValueError(f"{path} was trained on images with other labels or of another --image-size")
     changed = [name for name in now if saved.get(name) != now[name]]
     ignored = [name for name in changed if name in ("lr", "lr_step_size")]  # optimizer and schedule are restored
     for name in ignored:

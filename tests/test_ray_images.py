@@ -44,9 +44,11 @@ def write_pictures(folder: Path, parts=("train", "val"), images=PIXELS, suffix="
     return str(folder)
 
 
-def as_batch(table: pa.Table) -> dict:
-    """As Ray Data hands it to `map_batches`."""
-    return {name: table[name].combine_chunks().to_numpy(zero_copy_only=False) for name in table.column_names}
+def as_batch(folder: Path) -> dict:
+    """Parquet files as Ray Data hands them to `map_batches`."""
+    table = parquet.read_table(folder)
+    columns = {name: table[name].combine_chunks().to_numpy(zero_copy_only=False) for name in table.column_names}
+    return {**columns, "path": np.array([f"{folder}/a.parquet"] * len(table))}
 
 
 COLOURED = np.stack([PIXELS, PIXELS // 2, PIXELS // 3], axis=-1)
@@ -72,19 +74,21 @@ def test_parquet_of_one_s_own(images, expected, tmp_path):
         sets = ray_images.look(place)
         assert sets["train"].num_samples == sets["val"].num_samples == 6
         assert sets["train"].image_shape == expected.shape[1:] and sets["train"].classes == ("0", "1", "2")
-    batch = sets["train"](as_batch(parquet.read_table(tmp_path / "train")))
+    batch = sets["train"](as_batch(tmp_path / "train"))
     assert np.abs(batch["image"] - expected).max() < 1e-6 and batch["image"].dtype == np.float32
     assert batch["label"].tolist() == LABELS and list(batch) == ["image", "label"]
 
 
 def test_pictures_in_a_folder_a_label(tmp_path):
     write_pictures(tmp_path)
-    (tmp_path / "train/ant/.0.png").write_bytes(b"nobody asks for it")
+    for hidden in ("ant/._0.png", "ant/.DS_Store", ".thumbnails/0.png", "_none/0.png"):
+        (tmp_path / "train" / hidden).parent.mkdir(exist_ok=True)
+        (tmp_path / "train" / hidden).write_bytes(b"nobody asks for it")
     (tmp_path / "val/cow/2.png").unlink()
     sets = ray_images.look(str(tmp_path))
     assert (sets["train"].num_samples, sets["val"].num_samples) == (6, 5)
     assert sets["val"].classes == ("ant", "bee", "cow") and sets["train"].image_shape == (1, 4, 5)
-    paths = sorted((tmp_path / "train").rglob("[0-9].png"))
+    paths = sorted((tmp_path / "train").glob("[abc]*/[0-9].png"))
     batch = {"bytes": [path.read_bytes() for path in paths], "path": list(map(str, paths))}
     read = sets["train"](batch)
     for image, label, path in zip(read["image"], read["label"], paths, strict=True):
@@ -98,18 +102,18 @@ def test_pictures_in_a_folder_a_label(tmp_path):
 def test_pictures_brought_to_one_size_and_one_number_of_channels(tmp_path):
     grey_and_coloured = [png(image) for image in (*PIXELS[:3], *COLOURED[:3, :3])]
     uri = write_parquet(tmp_path, grey_and_coloured)
-    read = ray_images.look(uri, image_size=8)["train"](as_batch(parquet.read_table(tmp_path / "train")))
+    read = ray_images.look(uri, image_size=8)["train"](as_batch(tmp_path / "train"))
     assert read["image"].shape == (6, 1, 8, 8)  # grey, as the first one
     other_size = ray_images.look(uri)["train"]
-    words = r"\(1, 3, 5\), and the first image of .*train of \(1, 4, 5\): --image-size brings pictures to one size"
+    words = r"a.parquet is of .*\(1, 3, 5\), and the first image of .*train of \(1, 4, 5\): --image-size brings"
     with pytest.raises(ValueError, match=words):
-        other_size(as_batch(parquet.read_table(tmp_path / "train")))
+        other_size(as_batch(tmp_path / "train"))
 
 
 def test_a_built_in_data_set_comes_out_as_it_was(tmp_path):
     splits = data.digits()
     sets = ray_images.write(splits, str(tmp_path))
-    read = sets["val"](as_batch(parquet.read_table(sets["val"].path)))
+    read = sets["val"](as_batch(Path(sets["val"].path)))
     assert np.abs(read["image"] - (splits.val.tensors[0] * 0.5 + 0.5).numpy()).max() < 1e-6
     assert read["label"].tolist() == splits.val.tensors[1].tolist() and read["id"].tolist() == list(range(256))
     assert (sets["train"].num_samples, sets["train"].image_shape, len(sets["train"].classes)) == (1280, (1, 8, 8), 10)
@@ -134,6 +138,12 @@ def csv(folder: Path) -> str:
     return str(folder)
 
 
+def with_a_list(folder: Path) -> str:
+    uri = write_pictures(folder)
+    (folder / "train/classes.txt").write_text("ant, bee, cow")
+    return uri
+
+
 def one_without_pictures(folder: Path) -> str:
     write_pictures(folder, parts=("val",))
     return write_parquet(folder, parts=("train",))
@@ -152,16 +162,20 @@ def other_labels(folder: Path) -> str:
         (csv, "train has labels.csv; there must be Parquet files with the columns image and label, or a folder for"),
         (lambda folder: str((folder / "train").mkdir() or folder), "train has no files; there must be"),
         (lambda folder: write_pictures(folder, parts=("train/more", "val")), "train has more/ant/0.png, .* and 3 more"),
+        (with_a_list, "train has classes.txt; there must be"),
+        (lambda folder: write_pictures(folder, images=PIXELS.astype(np.uint16) * 256), "more than 8 bits a channel"),
+        (lambda folder: "s3://bucket/images?region=here", "takes no options after a [?]; AWS_ENDPOINT_URL names"),
         (unreadable, "cannot use .*train: .*Parquet magic bytes not found"),
         (unreadable_picture, "cannot use the first image of .*0.png: cannot identify image file"),
         (lambda folder: write_parquet(folder, other=LABELS, images=LABELS), "its pixels must be uint8, or floats from"),
         (lambda folder: write_parquet(folder, images=[[0.5] * 20] * 6), r"an array of shape \(20,\) is no image"),
         (lambda folder: write_parquet(folder, labels=["a", "b"] * 3), "labels are string, and must be whole numbers"),
-        (lambda folder: write_parquet(folder, labels=[-1, 0] * 3), "labels must be whole numbers from 0"),
-        (lambda folder: write_parquet(folder, labels=pa.array([None] * 6, pa.int64())), "must be whole numbers from 0"),
+        (lambda folder: write_parquet(folder, labels=[-1, 0] * 3), "whole numbers from 0 .* there are (0, -1|-1, 0)"),
+        (lambda folder: write_parquet(folder, labels=[0, 1, None] * 2), "whole numbers from 0 .*None"),
+        (lambda folder: write_parquet(folder, labels=[0, 100_000] * 3), "without large gaps; there are 0, 100000"),
         (lambda folder: write_parquet(folder, images=pa.array([], pa.binary()), labels=pa.array([], pa.int64())),
          "no rows"),
-        (lambda folder: write_parquet(folder, labels=[0] * 6), "train has one label only: 0"),
+        (lambda folder: write_parquet(folder, labels=[0] * 6), "train: one label only: 0"),
         (other_labels, "val has labels that .*train lacks: 6, 7"),
         (one_without_pictures, "one of .*train and .*val has Parquet files and the other one pictures"),
     ],
@@ -176,6 +190,29 @@ def test_a_column_that_is_missing(tmp_path):
     parquet.write_table(pa.table({"pixels": [1], "label": [0]}), tmp_path / "train/a.parquet")
     with pytest.raises(ValueError, match="no column image, only pixels, label"):
         ray_images.look(uri)
+
+
+def test_an_empty_file_and_a_first_picture_of_another_kind(tmp_path):
+    """Spark writes the one, and in many data sets some pictures are grey."""
+    uri = write_parquet(tmp_path, [png(image) for image in COLOURED])
+    table = parquet.read_table(tmp_path / "train")
+    parquet.write_table(table.slice(0, 0), tmp_path / "train/a-0.parquet")
+    grey_first = pa.table({"image": [png(PIXELS[0]), png(COLOURED[1])], "label": [0, 1]})
+    parquet.write_table(grey_first, tmp_path / "val/a.parquet")
+    sets = ray_images.look(uri)
+    assert sets["train"].num_samples == 6 and sets["val"].image_shape == (3, 4, 5)
+    read = sets["val"](as_batch(tmp_path / "val"))
+    assert np.array_equal(read["image"][0], np.stack([FLOATS[0]] * 3))
+
+
+def test_a_picture_turned_by_the_camera(tmp_path):
+    exif, file = Image.Exif(), io.BytesIO()
+    exif[0x0112] = 6  # stored on its side
+    Image.fromarray(PIXELS[0]).save(file, "PNG", exif=exif)
+    uri = write_parquet(tmp_path, [file.getvalue()] * 6)
+    sets = ray_images.look(uri)
+    read = sets["train"](as_batch(tmp_path / "train"))
+    assert np.array_equal(read["image"][0, 0], np.rot90(FLOATS[0], -1))
 
 
 def test_other_images_for_validation(tmp_path):
