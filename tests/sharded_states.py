@@ -67,10 +67,10 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
     else:
         checkpoint.restore_sharded(folder / "fsdp2", model, optimizer)
     weights = whole_weights(model)
-    # Lesson 3.2: how pretrained weights get in.
+    # Lesson 3.2: how pretrained weights get in. The dict is filled with what each rank keeps, hence a copy.
     other = sharded_gpt(2)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(other, weights if worker.rank == 0 else {}, options=options)
+    set_model_state_dict(other, dict(weights), options=options)
     taken = whole_weights(other)
     assert all(torch.equal(taken[name], value) for name, value in weights.items())
     loss = loss_of_step(2, model, worker)
