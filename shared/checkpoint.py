@@ -17,10 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -188,6 +185,9 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> 
     must have taken a step: to have something to save, torch would take one of its own, with a rate of 0, which Adam
     counts like any other, and the training would be another one.
     """
+    import torch.distributed.checkpoint as dcp  # half a second of every process that needs it not
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     assert optimizer.state, "nothing to save before the first step"
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
@@ -199,6 +199,10 @@ def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) 
     Raises UsageError where `folder` holds another model: every rank meets the same error. One that trying again may
     cure (a file that cannot be read just now, memory) comes as it is.
     """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
