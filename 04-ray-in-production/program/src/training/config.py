@@ -1,0 +1,272 @@
+"""The two configuration files, checked before anything starts: all mistakes at once, each with its file and key."""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from shared import cli
+from shared.distributed import UsageError
+
+
+def number(value: object) -> object:
+    """YAML's yes and no are no numbers, though Python would count them."""
+    if isinstance(value, bool):
+        raise ValueError("should be a number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(number), Field(gt=0)]
+Whole = Annotated[int, BeforeValidator(number), Field(ge=0)]
+Positive = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
+Range = Annotated[tuple[Count, Count], BeforeValidator(lambda value: value if isinstance(value, list) else [value] * 2)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    """A part of a file: a key that it does not know is a mistake."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Paths(Section):
+    processed_data_dir: Text
+    model_save_dir: Text
+    log_dir: Text = "logs"
+
+
+class Cluster(Section):
+    num_workers: Range  # (fewest, most)
+    use_gpu: bool | None = None
+    resources_per_worker: dict[str, Positive] | None = None
+    timeout_s: Positive = 600
+    max_failures: Whole = 3
+
+
+class Dataset(Section):
+    kind: Literal["snippets", "file", "synthetic"]
+    file: Text | None = None
+    text_column: Text = "text"
+    label_column: Text = "label"
+    vocab_size: Annotated[int, BeforeValidator(number), Field(ge=3)]
+    max_length: Count = 64
+    num_samples: Annotated[int, BeforeValidator(number), Field(ge=100)] = 50_000
+    loader_workers: Whole = 0
+
+
+class Model(Section):
+    kind: Literal["rnn", "cnn", "mlp"]
+    cell: Literal["gru", "lstm"] = "gru"
+    embedding_dim: Count
+    hidden_dim: Count
+    n_layers: Count
+    bidirectional: bool
+    dropout: Share
+
+
+class Training(Section):
+    batch_size: Count
+    accumulation_steps: Count = 1
+    epochs: Count
+    lr: Positive
+    lr_step_size: Count = 4
+    lr_gamma: Annotated[float, BeforeValidator(number), Field(gt=0, le=1)] = 0.5
+    max_grad_norm: Positive | None = None
+    precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
+    early_stopping_patience: Count | None = None
+    log_every: Count = 10
+    seed: Whole = 0
+
+
+class Checkpoint(Section):
+    every_epochs: Count = 1
+    every_steps: Count | None = None
+    keep_best: Count = 3
+
+
+class Bounds(Section):
+    lowest: Positive
+    highest: Positive
+
+
+class Tuning(Section):
+    num_samples: Count = 10
+    lr: Bounds = Bounds(lowest=1e-4, highest=1e-2)
+    epochs: Annotated[list[Count], Field(min_length=1)] = [5, 10, 20]
+
+
+class Config(Section):
+    """Both files as one."""
+
+    paths: Paths
+    cluster: Cluster
+    dataset: Dataset
+    model: Model
+    training: Training
+    checkpoint: Checkpoint = Checkpoint()
+    tuning: Tuning = Tuning()
+
+
+FILES = {
+    "environment.yaml": ("paths", "cluster"),
+    "hyperparameters.yaml": ("dataset", "model", "training", "checkpoint", "tuning"),
+}
+
+
+def file_of(section: str) -> str:
+    """The file that a section belongs into."""
+    return next((file for file, sections in FILES.items() if section in sections), "")
+
+
+class Loader(yaml.SafeLoader):
+    """YAML, without keys that stand twice: the first of them would be lost without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        keys = [key.value for key, _ in node.value]
+        for number, key in enumerate(keys):
+            if key in keys[:number]:
+                raise yaml.MarkedYAMLError(problem=f"the key {key} stands twice", problem_mark=node.value[number][0].start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read(path: Path, problems: list[str]) -> dict:
+    """The sections of one file; what is wrong with the file as such is added to `problems`."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.load(file, Loader)
+    except OSError as error:
+        problems.append(f"{path}: {error.strerror}; --config-dir names the folder that holds it")
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f" line {mark.line + 1}:" if mark else ""
+        problems.append(f"{path}:{place} not YAML: {getattr(error, 'problem', None) or error}")
+        return {}
+    if not isinstance(content, dict):
+        problems.append(f"{path}: holds {type(content).__name__}, and should hold the sections {', '.join(FILES[path.name])}")
+        return {}
+    for section in [*content]:
+        if section not in FILES[path.name]:
+            where = f"it belongs into {file_of(section)}" if file_of(section) else f"it has {', '.join(FILES[path.name])}"
+            problems.append(f"{path}: {section}: no section of this file; {where}")
+            del content[section]
+        elif not isinstance(content[section], dict):
+            problems.append(f"{path}: {section} = {content[section]!r}: should hold keys, each with a value")
+            del content[section]
+    return content
+
+
+def load(folder: str | Path, changes: list[str] = ()) -> Config:
+    """The configuration in `folder` with `changes` such as "training.lr=3e-4". Raises UsageError with every mistake."""
+    problems, content = [], {}
+    for file in FILES:
+        content |= read(Path(folder) / file, problems)
+    sources = {}  # of the keys that --set has set
+    for change in changes:
+        key, equals, text = change.partition("=")
+        section, _, name = key.partition(".")
+        if not equals or not name or not file_of(section):
+            problems.append(f"--set {change}: should be SECTION.KEY=VALUE, such as training.lr=3e-4")
+            continue
+        try:
+            value = yaml.load(text, Loader)
+        except yaml.YAMLError:
+            value = text
+        *parents, last = name.split(".")
+        place = content.setdefault(section, {})
+        for parent in parents:
+            place = place[parent] if isinstance(place.get(parent), dict) else place.setdefault(parent, {})
+        place[last] = value
+        sources[section, name.split(".")[0]] = "--set"
+    try:
+        config = Config.model_validate(content)
+    except ValidationError as error:
+        for each in error.errors():
+            broken = any(problem.startswith(str(Path(folder) / file_of(each["loc"][0]))) for problem in problems)
+            if not (each["type"] == "missing" and broken):  # where a file or section cannot be read, nothing is missing
+                problems.append(in_words(each, Path(folder), sources))
+    else:
+        problems += [f"{folder}: {problem}" for problem in contradictions(config)]
+    if problems:
+        raise UsageError("\n  ".join(["the configuration cannot be used:", *problems]))
+    return config
+
+
+def in_words(error: dict, folder: Path, sources: dict) -> str:
+    """One of pydantic's errors, with its file, key and value."""
+    place, key = error["loc"], ".".join(str(part) for part in error["loc"])
+    source = sources.get(place[:2], folder / file_of(place[0]))
+    if error["type"] == "missing":
+        return f"{source}: {key} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"{source}: {key}: no such key; {'.'.join(map(str, place[:-1]))} has {', '.join(keys_of(place[:-1]))}"
+    message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
+    return f"{source}: {key} = {error['input']!r}: {message}"
+
+
+def keys_of(place: tuple) -> list[str]:
+    """The keys that a section may have."""
+    model = Config
+    for part in place:
+        model = model.model_fields[part].annotation
+    return list(model.model_fields)
+
+
+def contradictions(config: Config) -> Iterator[str]:
+    """What is wrong though each key by itself is not."""
+    dataset, training, (fewest, most) = config.dataset, config.training, config.cluster.num_workers
+    if (dataset.kind == "file") != (dataset.file is not None):
+        yield f"dataset.kind = {dataset.kind} and dataset.file = {dataset.file}: a file goes with kind file, and only there"
+    if (dataset.kind == "synthetic") != (config.model.kind == "mlp"):
+        yield f"dataset.kind = {dataset.kind} and model.kind = {config.model.kind}: mlp goes with synthetic, rnn and cnn with texts"
+    if fewest > most:
+        yield f"cluster.num_workers = [{fewest}, {most}]: the fewest come first"
+    parts = [size * training.accumulation_steps for size in range(fewest, most + 1)]
+    if bad := [size for size in parts if training.batch_size % size]:
+        yield (
+            f"training.batch_size = {training.batch_size}: does not divide by {bad[0]}, which is cluster.num_workers "
+            f"x training.accumulation_steps (each of {fewest} to {most} workers x {training.accumulation_steps})"
+        )
+    if config.tuning.lr.lowest >= config.tuning.lr.highest:
+        yield f"tuning.lr: lowest = {config.tuning.lr.lowest} is not below highest = {config.tuning.lr.highest}"
+    gpus = (config.cluster.resources_per_worker or {}).get("GPU", 0)
+    if gpus and config.cluster.use_gpu is False:
+        yield f"cluster.use_gpu = false and cluster.resources_per_worker.GPU = {gpus:g}: one of them is not meant"
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that all programs here share."""
+    parser = cli.Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--config-dir", default="config", help="folder of the two YAML files (default: ./%(default)s)")
+    add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="changes",
+        help="change a key for this run, such as training.lr=3e-4; may be repeated")  # fmt: skip
+    return parser
+
+
+def run_parser(description: str) -> argparse.ArgumentParser:
+    """The options of the programs that train."""
+    training = parser(description)
+    add = training.add_argument
+    add("--run-name", help="the run's folder under paths.model_save_dir (default: a new one, with the time in its name)")
+    add("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
+    add("--print-config", action="store_true", help="print the configuration as it would be used, and end")
+    return training
+
+
+def in_yaml(config: Config) -> str:
+    """Both files in one, as YAML."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def write(config: Config, folder: str | Path) -> None:
+    """Write the two files, for --config-dir."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    whole = config.model_dump(mode="json")
+    for file, sections in FILES.items():
+        (folder / file).write_text(yaml.safe_dump({name: whole[name] for name in sections}, sort_keys=False))

@@ -1,0 +1,78 @@
+"""Train the text classifier on Ray Train, on this machine or on a cluster.
+
+    python -m training.distributed_training
+    python -m training.distributed_training --set cluster.num_workers=4
+    RAY_ADDRESS=HOST:6379 python -m training.distributed_training --set 'cluster.num_workers=[4, 8]'
+
+It computes what local_training.py computes. A worker that dies is replaced, and the run goes on from its newest
+checkpoint; with [FEWEST, MOST] workers also on fewer nodes, and then on more.
+"""
+
+from argparse import Namespace
+from pathlib import Path
+
+import ray.train
+from ray.train.torch import TorchConfig, TorchTrainer
+
+import training
+from shared import cli, cluster, distributed, ray_storage
+from training import config as configuration
+from training import data, trainer, utils
+
+
+def main() -> None:
+    """Check the configuration, claim the run's folder, start Ray, train."""
+    options = configuration.run_parser(__doc__).parse_args()
+    config = configuration.load(options.config_dir, options.changes)
+    if options.print_config:
+        print(configuration.in_yaml(config), end="")
+        return
+    driver = cluster.Driver()
+    fewest, most = config.cluster.num_workers
+    place = utils.place(config, options, num_workers=fewest)
+    with distributed.fail_together():
+        place.data_folder = data.prepare(config)
+        run, _ = ray_storage.claim(place, driver)
+    storage_path, name = run.place
+    place.log_folder = str(Path(config.paths.log_dir, name).absolute())
+    cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
+    cluster.start(place, modules=[training])
+
+    ray_trainer = TorchTrainer(
+        cluster.on_workers(train_worker),
+        train_loop_config={**vars(place), "config": config.model_dump()},
+        torch_config=TorchConfig(timeout_s=config.cluster.timeout_s),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(fewest, most) if most > fewest else fewest,
+            use_gpu=bool(place.use_gpu),
+            resources_per_worker=config.cluster.resources_per_worker,
+        ),
+        run_config=ray.train.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=config.checkpoint.keep_best, checkpoint_score_attribute="val_accuracy"
+            ),
+            failure_config=ray.train.FailureConfig(max_failures=config.cluster.max_failures),
+        ),
+    )
+    result = cluster.fit(ray_trainer, run, driver)
+    driver.log(f"done: {utils.write_metrics(config, name, result)}; checkpoints in {run.folder}")
+
+
+def train_worker(args: Namespace, worker: distributed.Worker) -> dict:
+    """What every worker runs."""
+    config = configuration.Config.model_validate(args.config)
+    with distributed.fail_together():
+        ray_storage.check_folder(args)
+    return trainer.train(
+        config,
+        args,
+        worker,
+        newest=lambda: ray_storage.newest_state(args, worker)[1],
+        store=lambda state, metrics: ray_storage.report(state, metrics, worker),
+    )
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,44 @@
+"""Train the text classifier in one process, without Ray.
+
+    python -m training.local_training
+    python -m training.local_training --set dataset.kind=file --set dataset.file=reviews.csv
+    python -m training.local_training --run-name RUN --resume
+
+It computes what distributed_training.py computes.
+"""
+
+from pathlib import Path
+
+from shared import checkpoint, cli, distributed, runs
+from training import config as configuration
+from training import data, trainer, utils
+
+
+def main() -> None:
+    """Check the configuration, claim the run's folder, train."""
+    options = configuration.run_parser(__doc__).parse_args()
+    config = configuration.load(options.config_dir, options.changes)
+    if options.print_config:
+        print(configuration.in_yaml(config), end="")
+        return
+    worker = distributed.join()
+    place = utils.place(config, options, num_workers=0)
+    with distributed.fail_together():
+        if worker.world_size > 1:
+            raise ValueError("this is the program for one process; distributed_training.py is the other one")
+        place.data_folder = data.prepare(config)
+        run = runs.Run.of(place)
+        state = run.claim(place, worker)
+    place.folder, place.log_folder = str(run.folder), str(Path(config.paths.log_dir, run.folder.name).absolute())
+    cli.stop_on_signals(worker, run)
+
+    def store(state: dict, metrics: dict) -> None:
+        written = checkpoint.save_atomically(state, checkpoint.path_for_step(run.folder, metrics["step"]))
+        utils.keep(run.folder, written, config.checkpoint.keep_best, state["progress"]["metrics"])
+
+    result = trainer.train(config, place, worker, lambda: state, store)
+    worker.log(f"done: {utils.write_metrics(config, result['run'], result)}; checkpoints in {run.folder}")
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,239 @@
+"""The training loop, one for a process alone and for the ranks of a group."""
+
+import contextlib
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shared import checkpoint, cli, distributed, runs
+from shared.data import epoch_batches, local_batch_size
+from shared.distributed import UsageError, Worker
+from training import data, model, utils
+from training.config import Config
+
+
+def train(
+    config: Config, place: Namespace, worker: Worker, newest: Callable[[], dict | None],
+    store: Callable[[dict, dict], None],
+) -> dict:  # fmt: skip
+    """Train as configured and return what metrics.json holds. Every rank calls it.
+
+    place: with `folder`, the run's, and `data_folder`, from `data.prepare`. newest: returns the state to go on from, on
+    every rank. store: keeps a state, with its metrics. Raises UsageError for what cannot be, the same on every rank.
+    """
+    with distributed.fail_together():
+        cli.check_precision(config.training.precision, worker.device)
+        splits = data.load(config, place.data_folder)
+        local_batch_size(config.training.batch_size, worker.world_size)
+        trainer_log = utils.Log(Path(place.log_folder), worker)
+        trainer = Trainer(config, splits, worker, trainer_log, store)
+    if state := newest():
+        with distributed.fail_together():
+            trainer.restore(state)
+    del state  # it is as large as model and optimizer
+    trainer.join()
+    while not trainer.finished():
+        trainer.train_epoch()
+
+    # The test set, once, by the best of the checkpoints.
+    with distributed.fail_together():
+        path, best = utils.best_state(place.folder) if worker.rank == 0 else (None, None)
+    path, weights, epoch = distributed.from_rank_zero((path, best and best["model"], best and best["progress"]["epoch"]))
+    trainer.model.load_state_dict(weights)
+    test = trainer.evaluate(splits.test)
+    result = {
+        "run": Path(place.folder).name,
+        "config": config.model_dump(mode="json"),
+        "checkpoint": path,
+        "best_epoch": epoch,
+        "test_loss": test["loss"],
+        "test_accuracy": test["accuracy"],
+        "seconds": sum(line["seconds"] for line in trainer.progress["metrics"]),
+        "epochs": trainer.progress["metrics"],
+    }
+    trainer_log(utils.in_words(result), trainer.progress["step"], test_accuracy=test["accuracy"])
+    return result
+
+
+class Trainer:
+    """A model, what trains it, and how far it has come."""
+
+    def __init__(self, config: Config, splits: data.Splits, worker: Worker, log: utils.Log, store: Callable) -> None:
+        self.config, self.splits, self.worker, self.log, self.store = config, splits, worker, log, store
+        training = config.training
+        distributed.seed_everything(training.seed)  # the same weights on every rank
+        self.dtype = torch.float64 if training.precision == "fp64" else torch.float32
+        self.model = model.build(config.model, splits.num_tokens, splits.num_classes).to(worker.device, self.dtype)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=training.lr)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, training.lr_step_size, training.lr_gamma)
+        self.scaler = torch.amp.GradScaler(worker.device.type, enabled=training.precision == "fp16")
+        distributed.seed_everything(training.seed + worker.rank)  # each rank draws dropout of its own
+        self.progress = {"step": 0, "epoch": 0, **self.new_epoch(), "metrics": [], "options": {}}
+        self.loader = data.loader(
+            splits.train, training.batch_size // worker.world_size, worker, config.dataset.loader_workers, training.seed
+        )
+
+    @staticmethod
+    def new_epoch() -> dict:
+        """The part of the progress that every epoch begins anew; `correct` counts right answers while training."""
+        return {**runs.new_epoch(), "correct": 0}
+
+    def restore(self, state: dict) -> None:
+        """Go on from a checkpoint. Raises ValueError where it is of another model, or of other data."""
+        saved, now = state["config"]["model"], self.config.model.model_dump(mode="json")
+        for key, value in now.items():
+            if saved.get(key) != value:
+                raise ValueError(f"the run was started with model.{key} = {saved.get(key)}, and now it is {value}")
+        if state["vocabulary"] != self.splits.vocabulary:
+            raise ValueError("the run was started with other data or another dataset.vocab_size or max_length")
+        self.progress = checkpoint.restore(state, self.model, self.optimizer, self.scheduler, self.worker)
+        self.scaler.load_state_dict(state["scaler"])
+        self.log(f"going on after step {self.progress['step']}", self.progress["step"])
+
+    def join(self) -> None:
+        """From here on the gradients of all ranks are averaged."""
+        self.ddp_model = self.model
+        if self.worker.world_size > 1:
+            device_ids = [self.worker.device] if self.worker.device.type == "cuda" else None
+            self.ddp_model = DistributedDataParallel(self.model, device_ids, gradient_as_bucket_view=True)
+            # As shared.distributed.settle_buckets: a resumed run shall add in the same order as one that never stopped.
+            self.ddp_model.eval()
+            *inputs, _ = (each.to(self.worker.device) for each in self.splits.train[:0])
+            self.logits(self.ddp_model, inputs).sum().backward()
+            self.ddp_model.zero_grad()
+
+    def finished(self) -> bool:
+        """Whether all epochs are done, or none has been better for as many as early stopping waits."""
+        accuracies = [line["val_accuracy"] for line in self.progress["metrics"]]
+        patience = self.config.training.early_stopping_patience
+        waited = len(accuracies) - 1 - accuracies.index(max(accuracies)) if accuracies else 0
+        return len(accuracies) >= self.config.training.epochs or (patience is not None and waited >= patience)
+
+    def train_epoch(self) -> None:
+        """Train from where the progress is to the end of its epoch, validate, and save as often as configured."""
+        config, progress = self.config, self.progress
+        options = Namespace(batch_size=config.training.batch_size, max_steps=None, save_every_steps=None)
+        counts, batches = epoch_batches(self.loader, options, progress)
+        self.ddp_model.train()
+        done, taken, began = [], [], time.perf_counter()  # since the last look
+        for number, (count, batch) in enumerate(zip(counts, batches, strict=True), start=1):
+            done.append(self.train_step(batch, count))
+            taken.append(count)
+            step, last = progress["step"] + len(done), number == len(counts)
+            saves = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0 and not last
+            if saves or last or step % config.training.log_every == 0:
+                self.look(done, taken, time.perf_counter() - began)
+                if saves:
+                    self.save(None)
+                done, taken, began = [], [], time.perf_counter()
+        self.finish_epoch()
+
+    def train_step(self, batch: list[torch.Tensor], count: int) -> torch.Tensor:
+        """One optimizer step on this rank's part of `count` samples: its share of the mean loss, its right answers."""
+        training = self.config.training
+        size = max(1, -(-len(batch[-1]) // training.accumulation_steps))
+        starts = range(0, max(1, len(batch[-1])), size)
+        totals = torch.zeros(2, dtype=torch.float64, device=self.worker.device)
+        self.optimizer.zero_grad()
+        for start in starts:
+            # Micro-batches add up their gradients here; the last one's backward pass adds those of all ranks.
+            alone = start != starts[-1] and self.worker.world_size > 1
+            with self.ddp_model.no_sync() if alone else contextlib.nullcontext():
+                logits, labels = self.forward(self.ddp_model, [each[start : start + size] for each in batch])
+                loss = F.cross_entropy(logits, labels, reduction="sum") / count
+                # DDP divides by the world size, so we multiply by it.
+                self.scaler.scale(loss * self.worker.world_size).backward()
+            correct = (logits.argmax(dim=1) == labels).sum()
+            totals += torch.stack([loss.detach().double(), correct.double()])
+        if training.max_grad_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), training.max_grad_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return totals
+
+    def forward(self, network: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits (batch, classes) in the weights' type, and labels (batch), on the device."""
+        *inputs, labels = (each.to(self.worker.device, non_blocking=True) for each in batch)
+        return self.logits(network, inputs), labels
+
+    def logits(self, network: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
+        """The network's answers. A rank without samples in a step still takes part: it asks for one, and drops it."""
+        num_samples = len(inputs[0])
+        if num_samples == 0:
+            inputs = [each.new_ones(1, *each.shape[1:]) for each in inputs]
+        inputs = [each.to(self.dtype) if each.is_floating_point() else each for each in inputs]
+        precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.training.precision)
+        with torch.autocast(self.worker.device.type, precision, enabled=precision is not None):
+            return network(*inputs)[:num_samples].to(self.dtype)
+
+    def look(self, done: list[torch.Tensor], taken: list[int], seconds: float) -> None:
+        """Note the steps just done in the progress and in the log. Collective."""
+        losses, correct = distributed.global_sum(torch.stack(done)).T
+        try:
+            runs.record_steps(self.progress, losses.tolist(), taken, seconds)
+        except UsageError as error:
+            raise UsageError(str(error).replace("--lr", "training.lr")) from None
+        self.progress["correct"] += int(correct.sum())
+        mean = sum(loss * count for loss, count in zip(losses.tolist(), taken, strict=True)) / sum(taken)
+        accuracy, lr = correct.sum().item() / sum(taken), self.scheduler.get_last_lr()[0]
+        speed, step, epoch = sum(taken) / seconds, self.progress["step"], self.progress["epoch"] + 1
+        self.log(
+            f"epoch {epoch}  step {step}  loss {mean:.4f}  accuracy {accuracy:.3f}  lr {lr:.2e}  {speed:.0f} samples/s",
+            step, epoch=epoch, loss=mean, accuracy=accuracy, lr=lr, samples_per_second=speed,
+        )  # fmt: skip
+
+    def finish_epoch(self) -> None:
+        """Validate, add the epoch's line to the metrics, and save it where it is its turn."""
+        progress, val = self.progress, self.evaluate(self.splits.val)
+        line = {
+            "epoch": progress["epoch"] + 1,
+            "step": progress["step"],
+            "train_loss": progress["loss_sum"] / progress["position"],
+            "train_accuracy": progress["correct"] / progress["position"],
+            "val_loss": val["loss"],
+            "val_accuracy": val["accuracy"],
+            "lr": self.scheduler.get_last_lr()[0],
+            "seconds": progress["seconds"],
+            "samples_per_second": progress["position"] / progress["seconds"],
+            "world_size": self.worker.world_size,
+            "step_losses": progress["step_losses"],
+        }
+        progress["metrics"] = [*progress["metrics"], line]
+        progress |= {"epoch": progress["epoch"] + 1, **self.new_epoch()}
+        self.scheduler.step()
+        said = f"epoch {line['epoch']}/{self.config.training.epochs}  train_loss {line['train_loss']:.4f}  val_loss "
+        said += f"{val['loss']:.4f}  val_accuracy {val['accuracy']:.3f}  {line['seconds']:.1f} s"
+        self.log(said, line["step"], **{key: value for key, value in line.items() if key not in ("step", "step_losses")})
+        if line["epoch"] % self.config.checkpoint.every_epochs == 0 or self.finished():
+            self.save(val["accuracy"])
+
+    @torch.no_grad()
+    def evaluate(self, dataset: data.TensorDataset) -> dict:
+        """Mean loss and accuracy over a whole data set: sums over all ranks, divided once. Collective."""
+        self.model.eval()
+        totals = torch.zeros(2, dtype=torch.float64, device=self.worker.device)
+        for batch in data.loader(dataset, 256, self.worker):
+            logits, labels = self.forward(self.model, batch)
+            loss = F.cross_entropy(logits, labels, reduction="sum")
+            totals += torch.stack([loss.double(), (logits.argmax(dim=1) == labels).sum().double()])
+        loss, correct = distributed.global_sum(totals).tolist()
+        return {"loss": loss / len(dataset), "accuracy": correct / len(dataset)}
+
+    def save(self, score: float | None) -> None:
+        """Keep the whole state. score: the val_accuracy; None inside an epoch, which has none. Collective."""
+        state = {
+            **checkpoint.training_state(self.model, self.optimizer, self.scheduler, self.progress),
+            "scaler": self.scaler.state_dict(),
+            "config": self.config.model_dump(mode="json"),
+            "vocabulary": self.splits.vocabulary,
+            "score": score,
+        }
+        metrics = {"epoch": self.progress["epoch"], "step": self.progress["step"]}
+        self.store(state, metrics if score is None else {**metrics, "val_accuracy": score})
