@@ -354,9 +354,9 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global
 
 def test_a_batch_for_a_world_that_grows_divides_by_all_sizes():
     assert data.local_batch_size(64, 1, most=2) == 64 and data.local_batch_size(60, 2, most=6) == 30
-    with pytest.raises(ValueError, match="64 is not divisible by every number of ranks from 1 to 3; use 60 or 66$"):
+    with pytest.raises(ValueError, match=r"64 is not divisible by every number of ranks from 1 to 3; use 60 or 66$"):
         data.local_batch_size(64, 1, most=3)
-    with pytest.raises(ValueError, match="ranks from 2 to 16; use 720720$"):
+    with pytest.raises(ValueError, match=r"ranks from 2 to 16; use 720720$"):
         data.local_batch_size(64, 2, most=16)
 
 
