@@ -69,11 +69,13 @@ def main() -> None:
 
     # [5] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
-        samples_per_second = train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
+        train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
+        if progress["position"] < len(splits.train) and progress["step"] != args.max_steps:  # by --save-every-steps
+            save(run, worker, model, optimizer, scheduler, progress)
+            continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(model, val_loader, worker),
-            "samples_per_second": samples_per_second,
             "world_size": worker.world_size,
         })  # fmt: skip
         if progress["position"] == 0:
@@ -91,8 +93,8 @@ def main() -> None:
 def train_epoch(
     ddp_model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
     args: Namespace, progress: dict,
-) -> float:  # fmt: skip
-    """Train from `progress` to the end of the epoch, or to --max-steps; returns samples per second over all ranks."""
+) -> None:  # fmt: skip
+    """Train from `progress` to the end of the epoch, or to where --save-every-steps or --max-steps ends it before."""
     ddp_model.train()
     counts, batches = data.epoch_batches(loader, args, progress)
     dtype = next(ddp_model.parameters()).dtype
@@ -109,10 +111,8 @@ def train_epoch(
         (loss * worker.world_size).backward()
         optimizer.step()
         losses.append(loss.detach())
-    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
-    seconds = time.perf_counter() - started
-    runs.record_steps(progress, step_losses, counts)
-    return sum(counts) / seconds
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce here, not one a step
+    runs.record_steps(progress, step_losses, counts, time.perf_counter() - started)
 
 
 @torch.no_grad()

@@ -3,10 +3,11 @@
 Two workers here:     python train_ray_ddp.py --num-workers 2
 In this process:      python train_ray_ddp.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
+Where nodes come and go:  ... --num-workers 8:16 --save-every-steps 100
 
 It computes what train_ddp.py computes: with one --seed and --batch-size, every number of workers has the same losses,
 up to rounding (and with the same exceptions). A worker that dies is replaced, and the run goes on from its newest
-checkpoint.
+checkpoint; with --num-workers MIN:MAX also on fewer nodes, and then on more.
 """
 
 import time
@@ -24,23 +25,29 @@ from shared import checkpoint, cli, cluster, data, distributed, models, ray_stor
 
 
 def main() -> None:
-    args = cli.ray_parser(__doc__).parse_args()
+    args = cli.ray_parser(__doc__, workers=cli.elastic_workers).parse_args()
+    args.num_workers, args.max_workers = args.num_workers  # the fewest and the most
     driver = cluster.Driver(distributed.rank_from_environment())  # rank 0, but for local mode under torchrun
 
     # [1] Whatever can be wrong is found before a worker starts.
     with distributed.fail_together():
-        data.local_batch_size(args.batch_size, cluster.world_size(args))
+        data.local_batch_size(args.batch_size, cluster.world_size(args), args.max_workers)
         run, earlier = ray_storage.claim(args, driver)
     cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(args)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
     storage_path, name = run.place
+    elastic = args.max_workers > args.num_workers  # when nodes come or go, as many workers as there is room for
     trainer = TorchTrainer(
         cluster.on_workers(train),
         train_loop_config=vars(args),
         torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
-        scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=bool(args.use_gpu)),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=(args.num_workers, args.max_workers) if elastic else args.num_workers,
+            use_gpu=bool(args.use_gpu),
+            elastic_resize_monitor_interval_s=20,  # as often as Ray looks for new nodes
+        ),
         run_config=ray.train.RunConfig(
             name=name,
             storage_path=storage_path,
@@ -63,7 +70,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
         splits = data.load(args.dataset, args.data_dir)
     with distributed.fail_together():
         local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
-        data.check_batch_norm(args.model, len(splits.train), args.batch_size, worker.world_size)
+        data.check_batch_norm(args.model, len(splits.train), args.batch_size, max(worker.world_size, args.max_workers))
 
     # [3] The same weights on every rank; after that each rank draws its own random numbers (dropout).
     distributed.seed_everything(args.seed)
@@ -95,11 +102,13 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
 
     # [6] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
-        samples_per_second = train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
+        train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
+        if progress["position"] < len(splits.train) and progress["step"] != args.max_steps:  # by --save-every-steps
+            save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+            continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(model, val_loader, worker),
-            "samples_per_second": samples_per_second,
             "world_size": worker.world_size,
         })  # fmt: skip
         if progress["position"] == 0:
@@ -113,8 +122,8 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
 def train_epoch(
     ddp_model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
     args: Namespace, progress: dict,
-) -> float:  # fmt: skip
-    """Train from `progress` to the end of the epoch, or to --max-steps; returns samples per second over all ranks."""
+) -> None:  # fmt: skip
+    """Train from `progress` to the end of the epoch, or to where --save-every-steps or --max-steps ends it before."""
     ddp_model.train()
     counts, batches = data.epoch_batches(loader, args, progress)
     dtype = next(ddp_model.parameters()).dtype
@@ -131,10 +140,8 @@ def train_epoch(
         (loss * worker.world_size).backward()
         optimizer.step()
         losses.append(loss.detach())
-    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
-    seconds = time.perf_counter() - started
-    runs.record_steps(progress, step_losses, counts)
-    return sum(counts) / seconds
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce here, not one a step
+    runs.record_steps(progress, step_losses, counts, time.perf_counter() - started)
 
 
 @torch.no_grad()

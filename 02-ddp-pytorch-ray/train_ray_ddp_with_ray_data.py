@@ -47,6 +47,8 @@ def main() -> None:
         if args.num_workers == 0 and cluster.world_size(args) > 1:
             raise ValueError("Ray Data has no local mode under torchrun: start this script with plain python")
         built_in = args.dataset in data.IMAGE_DATASETS
+        if args.save_every_steps:
+            raise ValueError("--save-every-steps: with Ray Data an epoch that was cut short begins again")
         if built_in and args.image_size:
             raise ValueError("--image-size is for the pictures of --data-uri")
         splits = data.load(args.dataset, args.data_dir) if built_in else ray_images.look(args.dataset, args.image_size)
@@ -117,7 +119,7 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
         with distributed.fail_together():
             progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
         # The stream cannot be entered in its middle: an epoch that was cut short begins again, with its steps taken.
-        progress |= {"position": 0, "loss_sum": 0.0, "step_losses": []}
+        progress |= runs.new_epoch()
         if worker.rank == 0:
             worker.log(f"going on after step {progress['step']}")
     del state  # it is as large as model and optimizer
@@ -131,13 +133,10 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
 
     # [7] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
-        ended, seconds, seen_once = train_epoch(
-            ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress
-        )
+        ended, seen_once = train_epoch(ddp_model, train_shard, local_batch_size, optimizer, worker, args, progress)
         # An epoch is over when the stream is: with a filter in it, nobody knows beforehand how long it is.
         metrics = runs.finish_epoch(progress, progress["position"] if ended else args.num_samples, {
             **evaluate(model, val_shard, local_batch_size, args.image_shape, worker),
-            "samples_per_second": progress["position"] / seconds,
             "world_size": worker.world_size,
         })  # fmt: skip
         metrics["samples_seen"] = seen_once
@@ -192,8 +191,8 @@ def augment(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 def train_epoch(
     ddp_model: nn.Module, shard: ray.data.DataIterator, local_batch_size: int, optimizer: torch.optim.Optimizer,
     worker: distributed.Worker, args: Namespace, progress: dict,
-) -> tuple[bool, float, int]:  # fmt: skip
-    """Train one epoch, or to --max-steps; whether it ended, its seconds, and how many samples were seen just once."""
+) -> tuple[bool, int]:  # fmt: skip
+    """Train one epoch, or to --max-steps; returns whether it ended, and how many samples were seen just once."""
     ddp_model.train()
     dtype = next(ddp_model.parameters()).dtype
     # Our proof, by ids. A data set of one's own has none: its samples are counted.
@@ -228,10 +227,9 @@ def train_epoch(
             seen[batch["id"]] += 1
     with distributed.fail_together():
         batches.check()  # no image was beyond reading
-    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
-    seconds = time.perf_counter() - started
-    runs.record_steps(progress, step_losses, counts)
-    return ended, seconds, int((distributed.global_sum(seen) == 1).sum()) if args.has_ids else sum(counts)
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce here, not one a step
+    runs.record_steps(progress, step_losses, counts, time.perf_counter() - started)
+    return ended, int((distributed.global_sum(seen) == 1).sum()) if args.has_ids else sum(counts)
 
 
 @torch.no_grad()

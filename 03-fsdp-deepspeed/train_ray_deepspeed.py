@@ -112,6 +112,9 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     # [4] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
         measured = train_epoch(engine, train_loader, worker, args, progress)
+        if progress["position"] < len(splits.train) and progress["step"] != args.max_steps:  # by --save-every-steps
+            save(worker, engine, progress, {"epoch": 0})
+            continue
         metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(engine, val_loader, worker, args.batch_size),
             **measured,
@@ -192,7 +195,10 @@ def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, wo
 def train_epoch(
     engine: nn.Module, loader: DataLoader, worker: distributed.Worker, args: Namespace, progress: dict
 ) -> dict:
-    """Train from `progress` to the end of the epoch, or to --max-steps; returns speed and memory."""
+    """Train from `progress` to the end of the epoch, or to where --save-every-steps or --max-steps ends it before.
+
+    Returns speed and memory.
+    """
     engine.train()
     counts, batches = data.epoch_batches(loader, args, progress)
     accumulation = engine.gradient_accumulation_steps()
@@ -214,12 +220,10 @@ def train_epoch(
             if watched:
                 state_bytes = measure.storage_bytes(measure.zero_state(engine))
             engine.step()  # moves the weights after the last of the accumulation steps
-    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
-    seconds = time.perf_counter() - started
-    runs.record_steps(progress, step_losses, counts)
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce here, not one a step
+    runs.record_steps(progress, step_losses, counts, time.perf_counter() - started)
     return {
-        "samples_per_second": sum(counts) / seconds,
-        "tokens_per_second": sum(counts) * tokens.shape[1] / seconds,
+        "tokens_per_second": progress["position"] * tokens.shape[1] / progress["seconds"],
         "state_bytes_per_rank": distributed.global_max(state_bytes),
         "peak_memory_bytes": distributed.global_max(memory.stop()),
     }

@@ -118,6 +118,9 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
     # [5] Train, validate and save, epoch by epoch.
     while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
         measured = train_epoch(model, train_loader, optimizer, worker, args, progress)
+        if progress["position"] < len(splits.train) and progress["step"] != args.max_steps:  # by --save-every-steps
+            save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+            continue
         metrics = runs.finish_epoch(progress, len(splits.train), {
             **evaluate(model, val_loader, worker, args.batch_size),
             **measured,
@@ -150,7 +153,10 @@ def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
     args: Namespace, progress: dict,
 ) -> dict:  # fmt: skip
-    """Train from `progress` to the end of the epoch, or to --max-steps; returns speed and memory."""
+    """Train from `progress` to the end of the epoch, or to where --save-every-steps or --max-steps ends it before.
+
+    Returns speed and memory.
+    """
     model.train()
     counts, batches = data.epoch_batches(loader, args, progress)
     losses = []
@@ -166,12 +172,10 @@ def train_epoch(
         (loss * worker.world_size).backward()
         optimizer.step()
         losses.append(loss.detach())
-    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce an epoch, not one a step
-    seconds = time.perf_counter() - started
-    runs.record_steps(progress, step_losses, counts)
+    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce here, not one a step
+    runs.record_steps(progress, step_losses, counts, time.perf_counter() - started)
     return {
-        "samples_per_second": sum(counts) / seconds,
-        "tokens_per_second": sum(counts) * tokens.shape[1] / seconds,
+        "tokens_per_second": progress["position"] * tokens.shape[1] / progress["seconds"],
         "state_bytes_per_rank": distributed.global_max(measure.state_bytes(model, optimizer)),
         "peak_memory_bytes": distributed.global_max(memory.stop()),
     }

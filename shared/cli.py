@@ -86,6 +86,8 @@ def training_parser(
     add = parser.add_argument
     add("--epochs", type=positive_int, default=5, help="passes over the training set (default: %(default)s)")
     add("--max-steps", type=positive_int, help="stop after this many optimizer steps in all (default: no limit)")
+    add("--save-every-steps", type=positive_int, metavar="STEPS",
+        help="save inside an epoch too, after every so many optimizer steps (default: at its end)")  # fmt: skip
     add("--batch-size", type=positive_int, default=64,
         help="GLOBAL batch: samples an optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
     add("--lr", type=positive_float, default=1e-3,
@@ -108,18 +110,36 @@ def training_parser(
 
 def num_workers(text: str) -> int:
     """An option's value as a number of workers, 0 among them."""
+    if ":" in text:
+        raise argparse.ArgumentTypeError(f"{text}: this script trains with one number of workers, not MIN:MAX")
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is below 0")
     return value
 
 
-def ray_parser(description: str, **choices: Sequence[str] | Mapping[str, str]) -> Parser:
-    """The options of every training script, and those of the scripts on Ray. choices: see `training_parser`."""
+def elastic_workers(text: str) -> tuple[int, int]:
+    """An option's value, MIN:MAX, as the fewest and the most workers; or one number for both, as `num_workers`."""
+    if ":" not in text:
+        return num_workers(text), num_workers(text)
+    fewest, most = map(int, text.split(":", maxsplit=1))
+    if not 1 <= fewest <= most:
+        raise argparse.ArgumentTypeError(f"{text} is not MIN:MAX with 1 <= MIN <= MAX")
+    return fewest, most
+
+
+def ray_parser(
+    description: str, workers: Callable[[str], object] = num_workers, **choices: Sequence[str] | Mapping[str, str]
+) -> Parser:
+    """The options of every training script, and those of the scripts on Ray. choices: see `training_parser`.
+
+    workers: what reads --num-workers.
+    """
     parser = training_parser(description, **choices)
     parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
-    parser.add_argument("--num-workers", type=num_workers, default=2,
-        help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--num-workers", type=workers, default="2", metavar="N",
+        help="training processes; 0: Ray's local mode, in this process, to debug; MIN:MAX (train_ray_ddp.py alone): as "
+        "many as there is room for, also when nodes come and go (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
         help="one GPU a worker (default: if there are any; say so where a cluster has yet to start them)")  # fmt: skip
     return parser

@@ -38,7 +38,7 @@ class Driver(Worker):
 
 
 def world_size(args: argparse.Namespace) -> int:
-    """How many processes will train: the workers, or in local mode this one and its siblings under torchrun."""
+    """How many processes train, at least: the workers, or in local mode this one and its siblings under torchrun."""
     return args.num_workers or int(os.environ.get("WORLD_SIZE", 1))
 
 
@@ -59,7 +59,7 @@ def start(args: argparse.Namespace, spare_cpus: int = 0, dashboard: bool = False
     # Left to itself, ray.init looks for a running Ray by a file that a crash leaves behind, and waits for the dead.
     # ANYSCALE_CLUSTER_ID is set on the nodes of such a cluster; other ANYSCALE_ variables also on a user's laptop.
     address = os.environ.get("RAY_ADDRESS") or ("auto" if "ANYSCALE_CLUSTER_ID" in os.environ else "local")
-    settings = quiet_settings(own=address == "local")
+    settings = quiet_settings(address == "local", elastic=getattr(args, "max_workers", 0) > args.num_workers)
     OWN_ADDRESS.clear()
     if address == "local":
         # Ray's helpers look for "the" Ray of a machine, and complain where two run: tell them which one is theirs.
@@ -135,7 +135,7 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def quiet_settings(own: bool) -> dict[str, str]:
+def quiet_settings(own: bool, elastic: bool = False) -> dict[str, str]:
     """Environment variables for Ray's processes: without them it prints much that one has to ignore."""
     settings = {
         "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # prints every line of a worker twice otherwise
@@ -148,6 +148,9 @@ def quiet_settings(own: bool) -> dict[str, str]:
     if own:
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # watches for machines that a cloud takes back
         settings["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # a cluster's controller need not look so often
+    if elastic:
+        # After a node is lost Ray tries as many workers as before: let it see sooner that there is no room for them.
+        settings["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "10"
     # In this process: Ray Data has read its variable by now; the other one says at every start that tokens are on.
     for name in ("ray.data", "ray._private.authentication.authentication_token_setup"):
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -216,17 +216,23 @@ def rank_loader(dataset: Dataset, batch_size: int, worker: Worker, shuffle_seed:
     """
     shuffle = shuffle_seed is not None
     sampler = UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle, shuffle_seed or 0)
-    return DataLoader(dataset, batch_size, sampler=sampler, pin_memory=worker.device.type == "cuda")
+    # Each pass over a loader draws a seed, for worker processes. From the generator that dropout uses, it would make
+    # dropout depend on how often a run is saved or validated.
+    own = torch.Generator()
+    return DataLoader(dataset, batch_size, sampler=sampler, generator=own, pin_memory=worker.device.type == "cuda")
 
 
-def local_batch_size(global_batch_size: int, world_size: int) -> int:
-    """What each of `world_size` ranks takes of a global batch. Raises ValueError when it does not divide."""
-    if global_batch_size % world_size:
-        below = global_batch_size // world_size * world_size
-        sizes = [str(size) for size in (below, below + world_size) if size > 0]
-        raise ValueError(
-            f"global batch {global_batch_size} is not divisible by {world_size} ranks; use {' or '.join(sizes)}"
-        )
+def local_batch_size(global_batch_size: int, world_size: int, most: int = 0) -> int:
+    """What each of `world_size` ranks takes of a global batch. Raises ValueError when it does not divide.
+
+    most: the world may grow to this size, and the batch must divide by all sizes on the way.
+    """
+    multiple = math.lcm(*range(world_size, max(world_size, most) + 1))
+    if global_batch_size % multiple:
+        below = global_batch_size // multiple * multiple
+        sizes = [str(size) for size in (below, below + multiple) if size > 0]
+        ranks = f"every number of ranks from {world_size} to {most}" if most > world_size else f"{world_size} ranks"
+        raise ValueError(f"global batch {global_batch_size} is not divisible by {ranks}; use {' or '.join(sizes)}")
     return global_batch_size // world_size
 
 
@@ -263,14 +269,17 @@ def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
 
 
 def epoch_batches(loader: DataLoader, args: Namespace, progress: dict) -> tuple[list[int], Iterator]:
-    """What is left of the epoch that `progress` is in: (samples a step over all ranks, this rank's batches).
+    """The next part of the epoch that `progress` is in: (samples a step over all ranks, this rank's batches).
 
-    loader: from `rank_loader`. Each epoch has an order of its own, the same one on all ranks; it ends early at
-    `args.max_steps`. There are as many batches as counts, on every rank.
+    loader: from `rank_loader`. Each epoch has an order of its own, the same one on all ranks. A part goes to the
+    epoch's end, to the next multiple of `args.save_every_steps`, or to `args.max_steps`, whichever comes first. There
+    are as many batches as counts, on every rank.
     """
     loader.sampler.set_epoch(progress["epoch"])
     loader.sampler.set_position(progress["position"])
     counts = global_batch_counts(len(loader.dataset) - progress["position"], args.batch_size)
     if args.max_steps is not None:
         counts = counts[: args.max_steps - progress["step"]]
+    if args.save_every_steps is not None:
+        counts = counts[: args.save_every_steps - progress["step"] % args.save_every_steps]
     return counts, islice(even_batches(loader, len(counts)), len(counts))

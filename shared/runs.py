@@ -164,26 +164,35 @@ def check_same_run(args: argparse.Namespace, path: Path | str, saved: dict, work
 def new_progress(args: argparse.Namespace) -> dict:
     """What a run's checkpoints hold beside the tensors: where it is, and the metrics so far.
 
-    step: optimizer steps in all. epoch: the current epoch, from 0. position: samples of it already trained on, over all
-    ranks. loss_sum: their losses added up. step_losses: its steps' global mean losses. metrics: one dict an epoch.
+    step: optimizer steps in all. epoch: the current epoch, from 0. metrics: one dict an epoch. What `new_epoch` has is
+    of the current epoch.
     """
-    progress = {"step": 0, "epoch": 0, "position": 0, "loss_sum": 0.0, "step_losses": [], "metrics": []}
-    return {**progress, "options": options_of(args)}
+    return {"step": 0, "epoch": 0, **new_epoch(), "metrics": [], "options": options_of(args)}
 
 
-def record_steps(progress: dict, step_losses: list[float], counts: list[int]) -> None:
-    """Note steps just taken: their global mean losses, and how many samples each took over all ranks.
+def new_epoch() -> dict:
+    """The part of a run's progress that every epoch begins anew.
+
+    position: samples already trained on, over all ranks. seconds: how long that took, not counting what was lost to a
+    kill. loss_sum: their losses added up. step_losses: the steps' global mean losses.
+    """
+    return {"position": 0, "seconds": 0.0, "loss_sum": 0.0, "step_losses": []}
+
+
+def record_steps(progress: dict, step_losses: list[float], counts: list[int], seconds: float) -> None:
+    """Note steps just taken: their global mean losses, how many samples each took over all ranks, and their time.
 
     Raises UsageError where a loss is not finite, on every rank since all have the same: what follows would be saved,
     and push out the checkpoints that are still good.
     """
     for number, loss in enumerate(step_losses, progress["step"] + 1):
         if not math.isfinite(loss):
-            raise UsageError(f"diverged: the loss of step {number} is {loss} (epoch not saved): try a smaller --lr")
+            raise UsageError(f"diverged: the loss of step {number} is {loss} (not saved): try a smaller --lr")
     for loss, count in zip(step_losses, counts, strict=True):
         progress["loss_sum"] += loss * count
     progress["step"] += len(counts)
     progress["position"] += sum(counts)
+    progress["seconds"] += seconds
     progress["step_losses"] = progress["step_losses"] + step_losses
 
 
@@ -195,10 +204,11 @@ def finish_epoch(progress: dict, num_samples: int, measured: dict) -> dict:
         **measured,
         "step_losses": progress["step_losses"],
         "samples_seen": progress["position"],
+        "samples_per_second": progress["position"] / progress["seconds"],
     }
     progress["metrics"] = [*progress["metrics"][: progress["epoch"]], line]
     if progress["position"] == num_samples:
-        progress |= {"epoch": progress["epoch"] + 1, "position": 0, "loss_sum": 0.0, "step_losses": []}
+        progress |= {"epoch": progress["epoch"] + 1, **new_epoch()}
     return line
 
 

@@ -23,20 +23,23 @@ def parse(*words: str):
 
 def test_the_defaults_are_the_contract():
     assert vars(parse()) == {
-        "epochs": 5, "max_steps": None, "batch_size": 64, "lr": 1e-3, "lr_step_size": 2, "seed": 0, "model": "resnet18",
-        "dataset": "digits", "data_dir": os.path.abspath("data"), "precision": "fp32", "storage_path": "runs",
+        "epochs": 5, "max_steps": None, "save_every_steps": None, "batch_size": 64, "lr": 1e-3, "lr_step_size": 2,
+        "seed": 0, "model": "resnet18", "dataset": "digits",
+        "data_dir": os.path.abspath("data"), "precision": "fp32", "storage_path": "runs",
         "run_name": None, "resume": False, "metrics_out": None,
     }  # fmt: skip
 
 
 def test_every_option_is_read():
     words = (
-        "--epochs 2 --max-steps 7 --batch-size 32 --lr 0.5 --lr-step-size 30 --seed 9 --model mlp --dataset mnist "
-        "--data-dir d --precision fp64 --storage-path s --run-name r --resume --metrics-out m"
+        "--epochs 2 --max-steps 7 --save-every-steps 3 --batch-size 32 --lr 0.5 --lr-step-size 30 --seed 9 "
+        "--model mlp --dataset mnist --data-dir d --precision fp64 --storage-path s --run-name r --resume "
+        "--metrics-out m"
     )
     assert vars(parse(*words.split())) == {
-        "epochs": 2, "max_steps": 7, "batch_size": 32, "lr": 0.5, "lr_step_size": 30, "seed": 9, "model": "mlp",
-        "dataset": "mnist", "data_dir": os.path.abspath("d"), "precision": "fp64", "storage_path": "s",
+        "epochs": 2, "max_steps": 7, "save_every_steps": 3, "batch_size": 32, "lr": 0.5, "lr_step_size": 30,
+        "seed": 9, "model": "mlp", "dataset": "mnist", "data_dir": os.path.abspath("d"),
+        "precision": "fp64", "storage_path": "s",
         "run_name": "r", "resume": True, "metrics_out": "m",
     }  # fmt: skip
 
@@ -44,6 +47,7 @@ def test_every_option_is_read():
 @pytest.mark.parametrize(("option", "values"), [
     ("--epochs", ["0", "-1", "1.5", "many", ""]),
     ("--max-steps", ["0", "-3", "x"]),
+    ("--save-every-steps", ["0", "-3", "x"]),
     ("--batch-size", ["0", "-64", "64.0"]),
     ("--lr-step-size", ["0", "1.5"]),
     ("--lr", ["0", "-0.1", "nan", "inf", "1e-3x"]),
@@ -66,6 +70,17 @@ def test_a_wrong_value_is_a_usage_error_that_names_the_option(option, values):
 def test_options_that_do_not_exist_are_usage_errors(words, named):
     with pytest.raises(UsageError, match=named):
         parse(*words)
+
+
+def test_numbers_of_workers():
+    assert [cli.num_workers(text) for text in ("0", "16")] == [0, 16]
+    assert [cli.elastic_workers(text) for text in ("0", "2", "1:2", "3:3")] == [(0, 0), (2, 2), (1, 2), (3, 3)]
+    for text in ("0:2", "2:1", "-1:2", "1:0"):
+        with pytest.raises(cli.argparse.ArgumentTypeError, match=f"{text} is not MIN:MAX with 1 <= MIN <= MAX"):
+            cli.elastic_workers(text)
+    for text in ("1:", ":2", "1:2:3", "1-2", "many"):
+        with pytest.raises(ValueError):
+            cli.elastic_workers(text)
 
 
 def test_positive_numbers():

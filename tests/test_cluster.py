@@ -42,6 +42,8 @@ def test_what_the_user_has_set_stays(monkeypatch):
     assert own["RAY_DATA_LOG_LEVEL"] == joined["RAY_DATA_LOG_LEVEL"] == "DEBUG"
     assert own["RAY_TRAIN_ENABLE_PRINT_PATCH"] == os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
     assert own.keys() - joined.keys() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"}
+    elastic = cluster.quiet_settings(own=False, elastic=True)
+    assert elastic.keys() - joined.keys() == {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"}
 
 
 @pytest.mark.parametrize(("variables", "address"), [

@@ -3,6 +3,7 @@
 import gzip
 import itertools
 import struct
+from argparse import Namespace
 from pathlib import Path
 from urllib.error import URLError
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import mnist as torchvision_mnist
 
 from shared import data, models
+from shared.distributed import Worker
 
 # --- digits and synthetic --------------------------------------------------------------------------------------------
 
@@ -256,6 +258,30 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_at_any_world_size(num_samples, 
         assert sum(lengths) == num_samples - position
 
 
+def test_an_epoch_in_parts_has_the_same_batches_and_draws_no_random_numbers():
+    """Each part ends at a multiple of --save-every-steps, at --max-steps, or where the epoch does."""
+    dataset = TensorDataset(torch.arange(22))
+    loader = data.rank_loader(dataset, 2, Worker(rank=1, world_size=2), shuffle_seed=3)
+    args = Namespace(batch_size=4, max_steps=None, save_every_steps=None)
+    progress = {"step": 7, "epoch": 1, "position": 0}
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    counts, batches = data.epoch_batches(loader, args, progress)
+    whole = [batch[0].tolist() for batch in batches]
+    assert counts == [4, 4, 4, 4, 4, 2] and len(whole) == 6
+    args.save_every_steps, args.max_steps, lengths, parts = 4, 20, [], []
+    while progress["position"] < 22:
+        counts, batches = data.epoch_batches(loader, args, progress)
+        parts += [batch[0].tolist() for batch in batches]
+        lengths.append(len(counts))
+        progress |= {"step": progress["step"] + len(counts), "position": progress["position"] + sum(counts)}
+    assert (parts, lengths) == (whole, [1, 4, 1])  # steps 8, 9 to 12, 13
+    progress |= {"step": 13, "epoch": 2, "position": 0}
+    args.max_steps = 15
+    assert data.epoch_batches(loader, args, progress)[0] == [4, 4]
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_position_holds_for_one_iteration():
     (sampler,) = samplers(10, 1, shuffle=False)
     sampler.set_position(7)
@@ -324,6 +350,14 @@ def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global
     with pytest.raises(ValueError) as caught:
         data.local_batch_size(global_batch_size, world_size)
     assert str(caught.value) == f"global batch {global_batch_size} is not divisible by {world_size} ranks; {advice}"
+
+
+def test_a_batch_for_a_world_that_grows_divides_by_all_sizes():
+    assert data.local_batch_size(64, 1, most=2) == 64 and data.local_batch_size(60, 2, most=6) == 30
+    with pytest.raises(ValueError, match=r"64 is not divisible by every number of ranks from 1 to 3; use 60 or 66$"):
+        data.local_batch_size(64, 1, most=3)
+    with pytest.raises(ValueError, match=r"ranks from 2 to 16; use 720720$"):
+        data.local_batch_size(64, 2, most=16)
 
 
 def test_global_batch_counts_add_up_to_the_samples():

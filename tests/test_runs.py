@@ -240,17 +240,17 @@ def test_more_epochs_are_no_other_options(args, folder, capsys):
 
 def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
     progress = runs.new_progress(parse())
-    runs.record_steps(progress, [3.0, 2.0], [4, 4])
-    runs.record_steps(progress, [1.0], [2])
+    runs.record_steps(progress, [3.0, 2.0], [4, 4], 2.0)
+    runs.record_steps(progress, [1.0], [2], 0.5)
     line = runs.finish_epoch(progress, 10, {"val_loss": 0.5})
     assert line == {
         "epoch": 1, "train_loss": (3 * 4 + 2 * 4 + 1 * 2) / 10, "val_loss": 0.5,
-        "step_losses": [3.0, 2.0, 1.0], "samples_seen": 10,
+        "step_losses": [3.0, 2.0, 1.0], "samples_seen": 10, "samples_per_second": 10 / 2.5,
     }  # fmt: skip
     assert progress == {
         **runs.new_progress(parse()), "step": 3, "epoch": 1, "metrics": [line],
     }  # fmt: skip
-    runs.record_steps(progress, [0.5], [10])
+    runs.record_steps(progress, [0.5], [10], 1.0)
     assert runs.finish_epoch(progress, 10, {})["epoch"] == 2
     assert line["step_losses"] == [3.0, 2.0, 1.0]  # the second epoch did not write into the first one's line
     assert [line["epoch"] for line in progress["metrics"]] == [1, 2]
@@ -259,21 +259,21 @@ def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_training_that_diverges_ends_and_nothing_is_noted(loss):
     progress = runs.new_progress(parse())
-    runs.record_steps(progress, [3.0], [4])
+    runs.record_steps(progress, [3.0], [4], 1.0)
     before = {**progress}
     with pytest.raises(UsageError, match=f"the loss of step 3 is {loss}"):
-        runs.record_steps(progress, [2.0, loss], [4, 4])
+        runs.record_steps(progress, [2.0, loss], [4, 4], 1.0)
     assert progress == before
 
 
 def test_an_epoch_cut_short_stays_the_current_one_and_its_line_is_replaced():
     progress = runs.new_progress(parse())
-    runs.record_steps(progress, [3.0], [4])
+    runs.record_steps(progress, [3.0], [4], 1.0)
     cut = runs.finish_epoch(progress, 10, {})
     assert (cut["samples_seen"], cut["train_loss"]) == (4, 3.0)
     assert (progress["epoch"], progress["position"], progress["step"]) == (0, 4, 1)
 
-    runs.record_steps(progress, [2.0, 1.0], [4, 2])
+    runs.record_steps(progress, [2.0, 1.0], [4, 2], 1.0)
     line = runs.finish_epoch(progress, 10, {})
     assert progress["metrics"] == [line]
     assert cut["step_losses"] == [3.0]  # a line that was handed out does not change any more
@@ -284,7 +284,7 @@ def test_an_epoch_cut_short_stays_the_current_one_and_its_line_is_replaced():
 
 def test_as_many_losses_as_counts():
     with pytest.raises(ValueError):
-        runs.record_steps(runs.new_progress(parse()), [1.0, 2.0], [4])
+        runs.record_steps(runs.new_progress(parse()), [1.0, 2.0], [4], 1.0)
 
 
 def test_metrics_are_one_json_line_an_epoch_and_replaced_as_a_whole(tmp_path):

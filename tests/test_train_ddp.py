@@ -116,18 +116,26 @@ def assert_equal_runs(folder: Path, metrics: list[dict], reference: tuple[Path, 
     assert_same_state(folder / last, reference[0] / last)
 
 
-@pytest.mark.parametrize(("nproc", "killed_in_epoch"), [(0, 1), (2, 3)])
-def test_the_whole_job_is_killed_and_resumed(nproc, killed_in_epoch, small_mnist, undisturbed, tmp_path):
-    options = options_for_kills(small_mnist)
+@pytest.mark.parametrize(("nproc", "seen", "more"), [
+    (0, 0, ()),
+    (2, 46, ("--save-every-steps", 2)),  # what is saved in between changes nothing
+])  # fmt: skip
+def test_the_whole_job_is_killed_and_resumed(nproc, seen, more, small_mnist, undisturbed, tmp_path):
+    options = (*options_for_kills(small_mnist), *more)
     run = Run(nproc, tmp_path, *options)
-    run.wait_for(tmp_path / "run", saved_after(killed_in_epoch - 1))
+    run.wait_for(tmp_path / "run", f"checkpoint-{seen:08d}.pt")
     time.sleep(0.15)
     ranks = run.descendants()
     run.kill()
     for rank in ranks:  # torchrun's children lead sessions of their own
         rank.kill()
     assert run.finish() == -signal.SIGKILL
-    assert_equal_runs(tmp_path, train(nproc, tmp_path, *options, "--resume"), undisturbed(nproc))
+    again = Run(nproc, tmp_path, *options, "--resume")
+    assert again.finish() == 0, again.text
+    assert_equal_runs(tmp_path, again.metrics(), undisturbed(nproc))
+    if more:
+        assert int(re.search(r"resuming from .*/checkpoint-(\d+).pt", again.text)[1]) >= seen, again.text
+        assert [path.name[-7:] for path in sorted((tmp_path / "run").glob("*.pt"))] == ["218.pt", "220.pt"]
 
 
 def test_one_rank_is_killed_and_torchrun_restarts_all(small_mnist, undisturbed, tmp_path):
@@ -269,7 +277,7 @@ def test_damaged_and_foreign_checkpoints(small_mnist, tmp_path):
 
 def test_help_is_the_manual():
     result = subprocess.run([sys.executable, Run.script, "--help"], capture_output=True, text=True, check=True)
-    for option in ("epochs", "max-steps", "batch-size", "lr", "seed", "model", "dataset", "data-dir", "precision",
-                   "storage-path", "run-name", "resume", "metrics-out"):  # fmt: skip
+    for option in ("epochs", "max-steps", "save-every-steps", "batch-size", "lr", "seed", "model", "dataset",
+                   "data-dir", "precision", "storage-path", "run-name", "resume", "metrics-out"):  # fmt: skip
         assert f"--{option}" in result.stdout
     assert "torchrun" in result.stdout

@@ -69,10 +69,13 @@ def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, t
 
 
 def test_a_killed_driver_and_a_damaged_checkpoint(on_cluster, options, tmp_path):
-    """Two Ray workers end where torchrun's two ranks do, bit for bit. (A worker is killed in lesson 2.4.)"""
+    """Two Ray workers end where torchrun's two ranks do, bit for bit: after 4, 6, 8 and 12 steps they save, and go on
+    after the sixth, in mid-epoch. (A worker is killed in lesson 2.4.)
+    """
     options = [*options, "--epochs", "3"]
     (tmp_path / "reference").mkdir()
     reference = Run(2, tmp_path / "reference", *options)  # beside the others, to save time
+    options += ["--save-every-steps", "6"]
     run = start(tmp_path, *options, "--num-workers", 2)
     run.wait_for_epoch(2)
     workers = run.ray_processes("RayTrainWorker")
@@ -85,7 +88,7 @@ def test_a_killed_driver_and_a_damaged_checkpoint(on_cluster, options, tmp_path)
     again = start(tmp_path, *options, "--num-workers", 2, "--resume")
     assert again.finish() == 0, again.text
     assert again.text.count("[driver] skipped checkpoint-00000008") == 1, again.text
-    assert again.text.count("[driver] resuming from") == 1
+    assert again.text.count(f"[driver] resuming from {tmp_path}/run/checkpoint-00000006-") == 1, again.text
 
     assert reference.finish() == 0, reference.text
     assert_bit_for_bit(again.metrics(), reference.metrics())
@@ -122,6 +125,8 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
 @pytest.mark.parametrize(("args", "words"), [
     (["--num-workers", "-1"], "-1 is below 0"),
     (["--num-workers", "0", "--resume", "--run-name", "run"], "stores no checkpoints"),
+    (["--num-workers", "0:2"], "0:2 is not MIN:MAX with 1 <= MIN <= MAX"),
+    (["--num-workers", "1:3"], "64 is not divisible by every number of ranks from 1 to 3; use 60 or 66"),
     (["--num-workers", "4", "--batch-size", "130"], "130 is not divisible by 4 ranks; use 128 or 132"),
     (["--dataset", "cats"], "invalid choice: 'cats'"),
     (["--resume", "--run-name", "none"], "nothing to resume"),
@@ -131,6 +136,15 @@ def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
 def test_bad_input(args, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert words in refused_here(SCRIPT, *args)
+
+
+@pytest.mark.parametrize(("args", "words"), [
+    (["--num-workers", "1:2"], "1:2: this script trains with one number of workers, not MIN:MAX"),
+    (["--save-every-steps", "5"], "--save-every-steps: with Ray Data an epoch that was cut short begins again"),
+])  # fmt: skip
+def test_what_ray_data_does_not_serve(args, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert words in refused_here(WITH_RAY_DATA, *args)
 
 
 def test_more_workers_than_there_is_room_for(tmp_path, monkeypatch):
