@@ -24,7 +24,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
-.venv/installed: requirements.txt pyproject.toml
+.venv/installed: requirements.txt pyproject.toml 04-ray-in-production/program/pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	{ $(PIP) uv && $(UV) -r requirements.txt; } || $(PIP) -r requirements.txt
 	mkdir -p .venv/share/jupyter/lab/settings

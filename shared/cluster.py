@@ -7,8 +7,9 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import ray
@@ -42,12 +43,15 @@ def world_size(args: argparse.Namespace) -> int:
     return args.num_workers or int(os.environ.get("WORLD_SIZE", 1))
 
 
-def start(args: argparse.Namespace, spare_cpus: int = 0, dashboard: bool = False) -> None:
+def start(
+    args: argparse.Namespace, spare_cpus: int = 0, dashboard: bool = False, packages: Sequence[ModuleType] = (shared,)
+) -> None:
     """Join the cluster of RAY_ADDRESS or of an Anyscale workspace, else start a Ray of our own on this machine.
 
     Prints one line on what it did, and sets `args.use_gpu` where it is None. spare_cpus: CPUs needed beside one a
     worker, as by Ray Data's tasks; without them local mode needs no Ray, and starts none. dashboard: of a Ray of our
-    own; it is ten processes more. Raises UsageError where the address does not answer, or where there are fewer CPUs or
+    own; it is ten processes more. packages: what the nodes of a cluster are sent, since they have no copy. Raises
+    UsageError where the address does not answer, or where there are fewer CPUs or
     GPUs than `args.num_workers` need and no more to come.
     """
     if args.num_workers == 0:
@@ -71,9 +75,9 @@ def start(args: argparse.Namespace, spare_cpus: int = 0, dashboard: bool = False
         needed = min(args.num_workers, max(4, here)) + spare_cpus
         options = {"include_dashboard": dashboard} | ({"num_cpus": needed} if needed > here else {})
     else:
-        # The nodes have the packages, and no copy of `shared`.
         settings |= {} if address == "auto" else {"RAY_ADDRESS": address}
-        options = {"runtime_env": {"py_modules": [str(Path(shared.__file__).parent)], "env_vars": settings}}
+        folders = [str(Path(package.__file__).parent) for package in packages]
+        options = {"runtime_env": {"py_modules": folders, "env_vars": settings}}
     driver = Driver()
     check_answers(address)
     try:

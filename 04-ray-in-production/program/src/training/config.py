@@ -1,6 +1,7 @@
 """The two configuration files, checked before anything starts: all mistakes at once, each with its file and key."""
 
 import argparse
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -97,6 +98,9 @@ class Tuning(Section):
     num_samples: Count = 10
     lr: Bounds = Bounds(lowest=1e-4, highest=1e-2)
     epochs: Annotated[list[Count], Field(min_length=1)] = [5, 10, 20]
+    scheduler: Literal["none", "asha"] = "none"
+    grace_epochs: Count = 2
+    resources_per_trial: dict[str, Positive] | None = None
 
 
 class Config(Section):
@@ -129,12 +133,15 @@ class Loader(yaml.SafeLoader):
         keys = [key.value for key, _ in node.value]
         for number, key in enumerate(keys):
             if key in keys[:number]:
-                raise yaml.MarkedYAMLError(problem=f"the key {key} stands twice", problem_mark=node.value[number][0].start_mark)
+                raise yaml.MarkedYAMLError(
+                    problem=f"the key {key} stands twice", problem_mark=node.value[number][0].start_mark
+                )
         return super().construct_mapping(node, deep)
 
 
-def read(path: Path, problems: list[str]) -> dict:
-    """The sections of one file; what is wrong with the file as such is added to `problems`."""
+def read(path: Path, problems: list[str], unread: set[str]) -> dict:
+    """The sections of one file. What is wrong with it is added to `problems`, a section without content to `unread`."""
+    unread |= {*FILES[path.name]}
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.load(file, Loader)
@@ -147,65 +154,70 @@ def read(path: Path, problems: list[str]) -> dict:
         problems.append(f"{path}:{place} not YAML: {getattr(error, 'problem', None) or error}")
         return {}
     if not isinstance(content, dict):
-        problems.append(f"{path}: holds {type(content).__name__}, and should hold the sections {', '.join(FILES[path.name])}")
+        problems.append(f"{path}: should hold the sections {', '.join(FILES[path.name])}, and holds {content!r}")
         return {}
+    unread -= {*FILES[path.name]}
     for section in [*content]:
         if section not in FILES[path.name]:
-            where = f"it belongs into {file_of(section)}" if file_of(section) else f"it has {', '.join(FILES[path.name])}"
+            known = ", ".join(FILES[path.name])
+            where = f"it belongs into {file_of(section)}" if file_of(section) else f"it has {known}"
             problems.append(f"{path}: {section}: no section of this file; {where}")
             del content[section]
         elif not isinstance(content[section], dict):
-            problems.append(f"{path}: {section} = {content[section]!r}: should hold keys, each with a value")
-            del content[section]
+            problems.append(f"{path}: {section} = {content.pop(section)!r}: should hold keys, each with a value")
+            unread.add(section)
     return content
 
 
 def load(folder: str | Path, changes: list[str] = ()) -> Config:
     """The configuration in `folder` with `changes` such as "training.lr=3e-4". Raises UsageError with every mistake."""
-    problems, content = [], {}
+    problems, unread, content = [], set(), {}
     for file in FILES:
-        content |= read(Path(folder) / file, problems)
-    sources = {}  # of the keys that --set has set
-    for change in changes:
-        key, equals, text = change.partition("=")
-        section, _, name = key.partition(".")
-        if not equals or not name or not file_of(section):
-            problems.append(f"--set {change}: should be SECTION.KEY=VALUE, such as training.lr=3e-4")
-            continue
-        try:
-            value = yaml.load(text, Loader)
-        except yaml.YAMLError:
-            value = text
-        *parents, last = name.split(".")
-        place = content.setdefault(section, {})
-        for parent in parents:
-            place = place[parent] if isinstance(place.get(parent), dict) else place.setdefault(parent, {})
-        place[last] = value
-        sources[section, name.split(".")[0]] = "--set"
+        content |= read(Path(folder) / file, problems, unread)
+    changed = {change_in(content, change, problems) for change in changes}
     try:
         config = Config.model_validate(content)
     except ValidationError as error:
         for each in error.errors():
-            broken = any(problem.startswith(str(Path(folder) / file_of(each["loc"][0]))) for problem in problems)
-            if not (each["type"] == "missing" and broken):  # where a file or section cannot be read, nothing is missing
-                problems.append(in_words(each, Path(folder), sources))
+            if not (each["type"] == "missing" and each["loc"][0] in unread):
+                source = "--set" if each["loc"][:2] in changed else Path(folder) / file_of(each["loc"][0])
+                problems.append(f"{source}: {in_words(each)}")
     else:
         problems += [f"{folder}: {problem}" for problem in contradictions(config)]
     if problems:
-        raise UsageError("\n  ".join(["the configuration cannot be used:", *problems]))
+        raise UsageError("\n  ".join(["the configuration cannot be used:", *dict.fromkeys(problems)]))
     return config
 
 
-def in_words(error: dict, folder: Path, sources: dict) -> str:
-    """One of pydantic's errors, with its file, key and value."""
-    place, key = error["loc"], ".".join(str(part) for part in error["loc"])
-    source = sources.get(place[:2], folder / file_of(place[0]))
+def change_in(content: dict, change: str, problems: list[str]) -> tuple[str, str]:
+    """Put SECTION.KEY=VALUE into `content`; (section, key)."""
+    path, equals, text = change.partition("=")
+    section, *keys = path.split(".")
+    if not equals or not keys or not file_of(section):
+        problems.append(f"--set {change}: should be SECTION.KEY=VALUE, such as training.lr=3e-4")
+        return "", ""
+    try:
+        value = yaml.load(text, Loader)
+    except yaml.YAMLError:
+        value = text
+    place = content.setdefault(section, {})
+    for key in keys[:-1]:
+        place[key] = place[key] if isinstance(place.get(key), dict) else {}
+        place = place[key]
+    place[keys[-1]] = value
+    return section, keys[0]
+
+
+def in_words(error: dict) -> str:
+    """One of pydantic's errors, with its key and value."""
+    place = tuple(part for part in error["loc"] if isinstance(part, str))  # no numbers of list items
+    key = ".".join(place)
     if error["type"] == "missing":
-        return f"{source}: {key} is missing"
+        return f"{key} is missing"
     if error["type"] == "extra_forbidden":
-        return f"{source}: {key}: no such key; {'.'.join(map(str, place[:-1]))} has {', '.join(keys_of(place[:-1]))}"
-    message = error["msg"].removeprefix("Value error, ").replace("Input should", "should")
-    return f"{source}: {key} = {error['input']!r}: {message}"
+        return f"{key}: no such key; {'.'.join(place[:-1])} has {', '.join(keys_of(place[:-1]))}"
+    message = re.sub("^(Value error, |.*?(?=should))", "", error["msg"])
+    return f"{key} = {error['input']!r}: {message}"
 
 
 def keys_of(place: tuple) -> list[str]:
@@ -220,9 +232,12 @@ def contradictions(config: Config) -> Iterator[str]:
     """What is wrong though each key by itself is not."""
     dataset, training, (fewest, most) = config.dataset, config.training, config.cluster.num_workers
     if (dataset.kind == "file") != (dataset.file is not None):
-        yield f"dataset.kind = {dataset.kind} and dataset.file = {dataset.file}: a file goes with kind file, and only there"
+        yield f"dataset.kind = {dataset.kind} and dataset.file = {dataset.file}: a file goes with kind file alone"
     if (dataset.kind == "synthetic") != (config.model.kind == "mlp"):
-        yield f"dataset.kind = {dataset.kind} and model.kind = {config.model.kind}: mlp goes with synthetic, rnn and cnn with texts"
+        yield (
+            f"dataset.kind = {dataset.kind} and model.kind = {config.model.kind}: "
+            "mlp goes with synthetic, rnn and cnn with texts"
+        )
     if fewest > most:
         yield f"cluster.num_workers = [{fewest}, {most}]: the fewest come first"
     parts = [size * training.accumulation_steps for size in range(fewest, most + 1)]
@@ -252,7 +267,9 @@ def run_parser(description: str) -> argparse.ArgumentParser:
     """The options of the programs that train."""
     training = parser(description)
     add = training.add_argument
-    add("--run-name", help="the run's folder under paths.model_save_dir (default: a new one, with the time in its name)")
+    add(
+        "--run-name", help="the run's folder under paths.model_save_dir (default: a new one, with the time in its name)"
+    )
     add("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
     add("--print-config", action="store_true", help="print the configuration as it would be used, and end")
     return training

@@ -46,7 +46,9 @@ class Vocabulary:
     def encode(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
         """Token numbers (texts, max_length), padded at the end, and how many of them count (texts), at least one."""
         numbers = {token: number for number, token in enumerate(self.tokens, start=2)}
-        rows = [[numbers.get(token, UNKNOWN) for token in tokenize(text)[: self.max_length]] or [UNKNOWN] for text in texts]
+        rows = [
+            [numbers.get(token, UNKNOWN) for token in tokenize(text)[: self.max_length]] or [UNKNOWN] for text in texts
+        ]
         padded = torch.full((len(rows), self.max_length), PADDING)
         for row, tokens in zip(padded, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
@@ -124,7 +126,8 @@ def read_file(config: Config) -> Iterator[dict]:
                 columns = list(row) if isinstance(row, dict) else []
                 for key, column in (("text_column", text), ("label_column", label)):
                     if column not in columns:
-                        raise ValueError(f"line {number} has no {column} (dataset.{key}), but {', '.join(columns) or row!r}")
+                        has = ", ".join(columns) or repr(row)
+                        raise ValueError(f"line {number} has no {column} (dataset.{key}), but {has}")
                     if row[column] is None or not str(row[column]).strip():
                         raise ValueError(f"line {number} has nothing in {column} (dataset.{key})")
                 yield {"text": str(row[text]), "label": str(row[label])}
@@ -161,7 +164,12 @@ def load(config: Config, folder: str) -> Splits:
     if unseen := {row["label"] for part in rows.values() for row in part} - set(vocabulary.labels):
         raise ValueError(f"no row for training has the label {', '.join(sorted(unseen))}: it needs more rows")
     parts = {name: tensors(vocabulary, part) for name, part in rows.items()}
-    return Splits(**parts, vocabulary=asdict(vocabulary), num_tokens=len(vocabulary.tokens) + 2, num_classes=len(vocabulary.labels))
+    return Splits(
+        **parts,
+        vocabulary=asdict(vocabulary),
+        num_tokens=len(vocabulary.tokens) + 2,
+        num_classes=len(vocabulary.labels),
+    )
 
 
 def tensors(vocabulary: Vocabulary, rows: list[dict]) -> TensorDataset:
@@ -181,7 +189,9 @@ def synthetic(num_samples: int) -> Splits:
     return Splits(*parts, vocabulary=None, num_tokens=0, num_classes=CLASSES)
 
 
-def loader(dataset: TensorDataset, batch_size: int, worker: Worker, num_workers: int = 0, seed: int | None = None) -> DataLoader:
+def loader(
+    dataset: TensorDataset, batch_size: int, worker: Worker, num_workers: int = 0, seed: int | None = None
+) -> DataLoader:
     """A rank's part of a data set, every sample to exactly one rank; with `seed` in another order each epoch."""
     sampler = UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, seed is not None, seed or 0)
     return DataLoader(

@@ -14,6 +14,7 @@ from pathlib import Path
 import ray.train
 from ray.train.torch import TorchConfig, TorchTrainer
 
+import shared
 import training
 from shared import cli, cluster, distributed, ray_storage
 from training import config as configuration
@@ -36,7 +37,7 @@ def main() -> None:
     storage_path, name = run.place
     place.log_folder = str(Path(config.paths.log_dir, name).absolute())
     cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
-    cluster.start(place, modules=[training])
+    cluster.start(place, packages=[shared, training])
 
     ray_trainer = TorchTrainer(
         cluster.on_workers(train_worker),

@@ -9,7 +9,7 @@ It computes what distributed_training.py computes.
 
 from pathlib import Path
 
-from shared import checkpoint, cli, distributed, runs
+from shared import cli, distributed, runs
 from training import config as configuration
 from training import data, trainer, utils
 
@@ -32,11 +32,7 @@ def main() -> None:
     place.folder, place.log_folder = str(run.folder), str(Path(config.paths.log_dir, run.folder.name).absolute())
     cli.stop_on_signals(worker, run)
 
-    def store(state: dict, metrics: dict) -> None:
-        written = checkpoint.save_atomically(state, checkpoint.path_for_step(run.folder, metrics["step"]))
-        utils.keep(run.folder, written, config.checkpoint.keep_best, state["progress"]["metrics"])
-
-    result = trainer.train(config, place, worker, lambda: state, store)
+    result = trainer.train(config, place, worker, lambda: state, utils.store_in(run.folder, config))
     worker.log(f"done: {utils.write_metrics(config, result['run'], result)}; checkpoints in {run.folder}")
 
 

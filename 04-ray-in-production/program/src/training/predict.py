@@ -1,8 +1,8 @@
 """Label texts with a run's best checkpoint: one line in, one line out, with the label and its probability.
 
-    python -m training.predict runs/RUN lines.txt
-    echo 'loop = get_running_loop()' | python -m training.predict runs/RUN
-    python -m training.predict runs/RUN --test        its accuracy on the run's test set, as training has reported it
+python -m training.predict runs/RUN lines.txt
+echo 'loop = get_running_loop()' | python -m training.predict runs/RUN
+python -m training.predict runs/RUN --test        its accuracy on the run's test set, as training has reported it
 """
 
 import argparse
@@ -20,7 +20,9 @@ def main() -> None:
     """Load the model with its vocabulary, and answer."""
     parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="folder or URI of the run's checkpoints")
-    parser.add_argument("file", nargs="?", help="a text a line; its escapes \\n stand for ends of lines (default: standard input)")
+    parser.add_argument(
+        "file", nargs="?", help="a text a line; its escapes \\n stand for ends of lines (default: standard input)"
+    )
     parser.add_argument("--test", action="store_true", help="print the accuracy on the run's test set instead")
     options = parser.parse_args()
     try:
@@ -36,7 +38,10 @@ def main() -> None:
     network.eval()
     if options.test:
         test = data.load(config, data.prepare(config)).test
-        correct = sum(int((network(*inputs).argmax(dim=1) == labels).sum()) for *inputs, labels in data.loader(test, 256, Worker()))
+        correct = sum(
+            int((network(*inputs).argmax(dim=1) == labels).sum())
+            for *inputs, labels in data.loader(test, 256, Worker())
+        )
         print(correct / len(test))
         return
     try:

@@ -44,7 +44,9 @@ def train(
     # The test set, once, by the best of the checkpoints.
     with distributed.fail_together():
         path, best = utils.best_state(place.folder) if worker.rank == 0 else (None, None)
-    path, weights, epoch = distributed.from_rank_zero((path, best and best["model"], best and best["progress"]["epoch"]))
+    path, weights, epoch = distributed.from_rank_zero(
+        (path, best and best["model"], best and best["progress"]["epoch"])
+    )
     trainer.model.load_state_dict(weights)
     test = trainer.evaluate(splits.test)
     result = {
@@ -210,7 +212,9 @@ class Trainer:
         self.scheduler.step()
         said = f"epoch {line['epoch']}/{self.config.training.epochs}  train_loss {line['train_loss']:.4f}  val_loss "
         said += f"{val['loss']:.4f}  val_accuracy {val['accuracy']:.3f}  {line['seconds']:.1f} s"
-        self.log(said, line["step"], **{key: value for key, value in line.items() if key not in ("step", "step_losses")})
+        self.log(
+            said, line["step"], **{key: value for key, value in line.items() if key not in ("step", "step_losses")}
+        )
         if line["epoch"] % self.config.checkpoint.every_epochs == 0 or self.finished():
             self.save(val["accuracy"])
 

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 from shared import checkpoint, ray_storage
@@ -13,7 +14,7 @@ from training.config import Config
 
 
 class Log:
-    """A rank's structured log: one JSON object a line, in a file of its own on its node; rank 0 prints the words too."""
+    """A rank's structured log, a file of its own on its node: one JSON object a line. Rank 0 prints the words too."""
 
     def __init__(self, folder: Path, worker: Worker) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,14 +44,20 @@ def place(config: Config, options: Namespace, num_workers: int) -> Namespace:
     )  # fmt: skip
 
 
-def keep(folder: Path, newest: Path, keep_best: int, metrics: list[dict]) -> None:
-    """Delete the checkpoints that are older than `newest` and not among the best, as Ray Train does it."""
-    scores = {checkpoint.path_for_step(folder, line["step"]): line["val_accuracy"] for line in metrics}
-    older = [path for path in checkpoint.list_newest_first(folder) if path < newest]
-    ranked = sorted([newest, *older], key=lambda path: scores.get(path, -1.0), reverse=True)
-    for path in ranked[keep_best:]:
-        if path != newest:
-            path.unlink()
+def store_in(folder: Path, config: Config) -> Callable[[dict, dict], None]:
+    """What keeps a state as a file in `folder`, and deletes older ones as Ray Train does: all but the best."""
+
+    def store(state: dict, metrics: dict) -> None:
+        newest = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, metrics["step"]))
+        lines = state["progress"]["metrics"]
+        scores = {checkpoint.path_for_step(folder, line["step"]): line["val_accuracy"] for line in lines}
+        kept = [path for path in checkpoint.list_newest_first(folder) if path <= newest]
+        kept.sort(key=lambda path: scores.get(path, -1.0), reverse=True)  # one inside an epoch has no score
+        for path in kept[config.checkpoint.keep_best :]:
+            if path != newest:
+                path.unlink()
+
+    return store
 
 
 def load_state(run: ray_storage.RayRun, path: Path | str) -> dict:
@@ -73,7 +80,9 @@ def best_state(folder: str) -> tuple[str, dict]:
         if state["score"] is not None and (best is None or state["score"] > best[1]["score"]):
             best = str(path), state
     if best is None:
-        raise ValueError(f"no checkpoint after a whole epoch can be read in {folder}: {'; '.join(problems) or 'it has none'}")
+        raise ValueError(
+            f"no checkpoint after a whole epoch can be read in {folder}: {'; '.join(problems) or 'it has none'}"
+        )
     return best
 
 
@@ -90,8 +99,6 @@ def write_metrics(config: Config, run: str, result: dict) -> Path:
 def in_words(result: dict) -> str:
     """A finished run's result for people."""
     return (
-        f"test_accuracy {result['test_accuracy']:.4f} of epoch {result['best_epoch']}, the best of {len(result['epochs'])}; "
-        f"{result['seconds']:.1f} s of training"
+        f"test_accuracy {result['test_accuracy']:.4f} of epoch {result['best_epoch']}, the best of "
+        f"{len(result['epochs'])}; {result['seconds']:.1f} s of training"
     )
-
-

@@ -1,0 +1,352 @@
+"""Chapter 4's program, from a copy that is installed elsewhere: what it computes, survives and refuses."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+from runs import ROOT
+from training import config as configuration
+from training import data, trainer, utils
+
+from shared.distributed import UsageError, Worker
+
+PROGRAM = ROOT / "04-ray-in-production/program"
+LIMIT = 900
+# 2,560 snippets for training in batches of 60: the last one has 40.
+SMALL = (
+    "dataset.vocab_size=200", "dataset.max_length=12", "model.embedding_dim=8", "model.hidden_dim=8",
+    "training.batch_size=60", "training.epochs=3", "training.lr=0.01",
+)  # fmt: skip
+EXACT = (*SMALL, "training.precision=fp64", "model.dropout=0")
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory) -> Path:
+    """A copy of the program, installed from there into a folder of its own."""
+    folder = tmp_path_factory.mktemp("copied") / "program"
+    shutil.copytree(PROGRAM, folder, ignore=shutil.ignore_patterns("runs", "data", "logs", "*.egg-info", "__pycache__"))
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", folder.parent / "site"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, folder], check=True)
+    shutil.rmtree(folder / "src")
+    return folder
+
+
+def begin(copy: Path, folder: Path, module: str, *args: object) -> subprocess.Popen:
+    """Start one of the program's modules in `folder`; its output goes into the file `output` there."""
+    environment = {**os.environ, "PYTHONPATH": str(copy.parent / "site"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", f"training.{module}", *map(str, args)]
+    with open(folder / "output", "a") as output:
+        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
+
+
+def run(copy: Path, folder: Path, module: str, *args: object, code: int = 0) -> str:
+    """Run one of the program's modules to its end; what is in `output` then."""
+    process = begin(copy, folder, module, *args)
+    assert process.wait(LIMIT) == code, (folder / "output").read_text()
+    return (folder / "output").read_text()
+
+
+def options(copy: Path, name: str, *changes: str) -> list[str]:
+    return [
+        "--config-dir",
+        str(copy / "config"),
+        "--run-name",
+        name,
+        *(word for change in changes for word in ("--set", change)),
+    ]
+
+
+def result(folder: Path, name: str) -> dict:
+    return json.loads((folder / "logs" / name / "metrics.json").read_text())
+
+
+def losses(outcome: dict) -> list[float]:
+    return [loss for line in outcome["epochs"] for loss in line["step_losses"]]
+
+
+def without_times(outcome: dict) -> list[dict]:
+    return [{key: value for key, value in line.items() if "second" not in key} for line in outcome["epochs"]]
+
+
+# --- what it computes ------------------------------------------------------------------------------------------------
+
+
+def test_one_process_and_two_workers_have_the_same_losses(copy, on_cluster, tmp_path):
+    run(copy, tmp_path, "local_training", *options(copy, "local", *EXACT))
+    said = run(copy, tmp_path, "distributed_training", *options(copy, "ray", *EXACT, "checkpoint.keep_best=1"))
+    local, ray = result(tmp_path, "local"), result(tmp_path, "ray")
+    assert len(losses(local)) == 3 * 43
+    assert losses(ray) == pytest.approx(losses(local), abs=1e-9)
+    assert [line["val_accuracy"] for line in ray["epochs"]] == [line["val_accuracy"] for line in local["epochs"]]
+    assert [line["train_accuracy"] for line in ray["epochs"]] == [line["train_accuracy"] for line in local["epochs"]]
+    assert {line["world_size"] for line in ray["epochs"]} == {2}
+    assert ray["test_accuracy"] == local["test_accuracy"] > 0.4
+    assert said.count("test_accuracy") == 2 and "Traceback" not in said
+
+    # Both keep their best; both predict what they have reported, to the last digit.
+    for name in ("local", "ray"):
+        (tmp_path / "output").unlink()
+        assert float(run(copy, tmp_path, "predict", f"runs/{name}", "--test")) == local["test_accuracy"]
+    assert 1 <= len(list((tmp_path / "runs/ray").glob("checkpoint-*"))) <= 3  # with Ray's list
+    (tmp_path / "lines").write_text("loop = asyncio.get_running_loop()\n\nself.assertEqual(1, 2)\\n\n")
+    (tmp_path / "output").unlink()
+    answers = run(copy, tmp_path, "predict", "runs/local", "lines").splitlines()
+    assert [answer.split("\t")[0] in data.PACKAGES for answer in answers] == [True] * 3
+
+    # Every rank has a structured log of its own.
+    logs = sorted((tmp_path / "logs/ray").glob("*.jsonl"))
+    lines = [json.loads(line) for line in logs[1].read_text().splitlines()]
+    assert len(logs) == 2 and {(line["rank"], line["local_rank"], line["run"]) for line in lines} == {(1, 1, "ray")}
+    assert [line["step"] for line in lines if "lr" in line][:4] == [10, 20, 30, 40]
+
+
+def here(folder: Path, *changes: str, state: dict | None = None) -> dict:
+    """Train in this process."""
+    config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={folder}/data", *changes])
+    run_folder = folder / "runs/here"
+    run_folder.mkdir(parents=True, exist_ok=True)
+    place = Namespace(folder=str(run_folder), log_folder=str(folder / "logs/here"), data_folder=data.prepare(config))
+    return trainer.train(config, place, Worker(), lambda: state, utils.store_in(run_folder, config))
+
+
+@pytest.fixture(scope="module")
+def exact(tmp_path_factory) -> list[float]:
+    return losses(here(tmp_path_factory.mktemp("exact"), *EXACT, "training.epochs=1"))
+
+
+@pytest.mark.parametrize(
+    "change", ["training.accumulation_steps=3", "dataset.loader_workers=2", "checkpoint.every_steps=7"]
+)
+def test_what_must_not_change_the_losses(change, exact, tmp_path):
+    assert losses(here(tmp_path, *EXACT, "training.epochs=1", change)) == pytest.approx(exact, abs=1e-9)
+
+
+@pytest.mark.parametrize("changes", [
+    ("model.cell=lstm", "model.n_layers=2"),
+    ("model.bidirectional=false", "training.precision=bf16"),
+    ("model.kind=cnn",),
+    ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=3000", "model.hidden_dim=64"),
+])  # fmt: skip
+def test_the_other_models_learn(changes, tmp_path):
+    outcome = here(tmp_path, *SMALL, *changes)
+    first, last = outcome["epochs"][0], outcome["epochs"][-1]
+    assert last["train_loss"] < 0.95 * first["train_loss"] and last["train_accuracy"] > first["train_accuracy"]
+
+
+def test_gradients_are_clipped(exact, tmp_path):
+    outcome = losses(here(tmp_path, *EXACT, "training.epochs=1", "training.max_grad_norm=1e-12"))
+    # Adam divides by the gradients' size; what is below its epsilon of 1e-8 moves the weights by next to nothing.
+    assert outcome[0] == exact[0] and abs(sum(outcome[-5:]) / 5 - sum(outcome[:5]) / 5) < 0.02
+    assert sum(exact[-5:]) / 5 < sum(exact[:5]) / 5 - 0.02
+
+
+def test_training_ends_early_and_the_best_are_kept(tmp_path):
+    changes = (
+        *SMALL,
+        "training.epochs=40",
+        "training.lr=0.05",
+        "training.early_stopping_patience=2",
+        "checkpoint.keep_best=2",
+    )
+    outcome = here(tmp_path, *changes)
+    accuracies = [line["val_accuracy"] for line in outcome["epochs"]]
+    best = accuracies.index(max(accuracies)) + 1
+    assert len(accuracies) == best + 2 < 40 and outcome["best_epoch"] == best
+    steps = sorted(int(path.stem[-8:]) for path in (tmp_path / "runs/here").iterdir())
+    ranked = sorted(range(len(accuracies)), key=lambda number: (-accuracies[number], -number))
+    assert steps[-1] == 43 * len(accuracies) and 43 * best in steps and len(steps) in (2, 3)
+    assert outcome["checkpoint"].endswith(f"checkpoint-{43 * best:08d}.pt") and ranked[0] + 1 >= best
+
+
+def test_the_defaults_reach_what_the_readme_says(tmp_path):
+    """0.91 on 320 test snippets, give or take 0.05; counted words reach 0.95."""
+    from sklearn.feature_extraction.text import CountVectorizer
+    from sklearn.linear_model import LogisticRegression
+
+    config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={tmp_path}/data"])
+    folder = Path(data.prepare(config))
+    rows = {
+        name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in data.SPLITS
+    }
+    assert [len(rows[name]) for name in data.SPLITS] == [2560, 320, 320]
+    words = CountVectorizer(tokenizer=data.tokenize, token_pattern=None, lowercase=False, max_features=2000)
+    counts = words.fit_transform([row["text"] for row in rows["train"]])
+    baseline = LogisticRegression(max_iter=2000).fit(counts, [row["label"] for row in rows["train"]])
+    seen = words.transform([row["text"] for row in rows["test"]])
+    assert baseline.score(seen, [row["label"] for row in rows["test"]]) == pytest.approx(0.95, abs=0.05)
+    assert here(tmp_path)["test_accuracy"] == pytest.approx(0.91, abs=0.05)
+
+
+# --- data of one's own -----------------------------------------------------------------------------------------------
+
+
+def rows_of_reviews(number: int) -> list[tuple[str, str]]:
+    good, bad = ("splendid", "great", "lovely", "fine"), ("dull", "poor", "awful", "weak")
+    return [
+        (f"a {(good if each % 2 else bad)[each // 2 % 4]} film, number {each}", ("good" if each % 2 else "bad"))
+        for each in range(number)
+    ]
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl"])
+def test_a_file_of_one_s_own(suffix, tmp_path):
+    path = tmp_path / f"reviews.{suffix}"
+    rows = rows_of_reviews(200)
+    if suffix == "csv":
+        path.write_text("review,stars\n" + "".join(f'"{text}",{label}\n' for text, label in rows))
+    else:
+        path.write_text("".join(json.dumps({"review": text, "stars": label}) + "\n" for text, label in rows))
+    columns = ("dataset.text_column=review", "dataset.label_column=stars", "dataset.kind=file", f"dataset.file={path}")
+    outcome = here(tmp_path, *SMALL, *columns, "training.batch_size=8", "training.epochs=4", "model.dropout=0")
+    assert outcome["test_accuracy"] == 1.0
+    state = utils.best_state(str(tmp_path / "runs/here"))[1]
+    assert state["vocabulary"]["labels"] == ["bad", "good"]
+    # Of the training set alone: the numbers of other rows are unknown tokens.
+    assert len(state["vocabulary"]["tokens"]) <= 198
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("none.csv", None, "No such file"),
+    ("empty.csv", "", "holds 0 rows"),
+    ("short.csv", "text,label\na,b\nc,d\n", "holds 2 rows; 20 are the fewest"),
+    ("one.csv", "text,label\n" + "a,b\n" * 50, "all rows have one label, b"),
+    ("column.csv", "text,star\n" + "a,b\n" * 50, "line 2 has no label (dataset.label_column), but text, star"),
+    ("hole.csv", "text,label\n" + "a,b\n" * 20 + "a,\n", "line 22 has nothing in label"),
+    ("broken.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "not JSONL"),
+    ("list.jsonl", "[1, 2]\n" * 20, "line 1 has no text (dataset.text_column), but [1, 2]"),
+    ("latin.csv", b"text,label\n\xe9,b\n", "not CSV in UTF-8"),
+    ("table.xlsx", "", "should end with .csv or .jsonl"),
+])  # fmt: skip
+def test_a_file_that_cannot_be_used(name, content, words, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    config = configuration.load(PROGRAM / "config", ["dataset.kind=file", f"dataset.file={tmp_path / name}"])
+    with pytest.raises(ValueError) as caught:
+        data.prepare(config)
+    assert f"dataset.file = {tmp_path / name}: " in str(caught.value) and words in str(caught.value)
+
+
+# --- the configuration -----------------------------------------------------------------------------------------------
+
+ENVIRONMENT, HYPER = "environment.yaml", "hyperparameters.yaml"
+WRONG = [
+    (HYPER, "  epochs: 8\n", "", ["hyperparameters.yaml: training.epochs is missing"]),
+    (
+        HYPER,
+        "  epochs: 8",
+        "  epoch: 8",
+        ["training.epochs is missing", "training.epoch: no such key; training has batch_size"],
+    ),
+    (HYPER, "batch_size: 64 ", "batch_size: many ", ["training.batch_size = 'many': should be a valid integer"]),
+    (HYPER, "batch_size: 64 ", "batch_size: yes ", ["training.batch_size = True: should be a number"]),
+    (HYPER, "dropout: 0.3", "dropout: 1.5", ["model.dropout = 1.5: should be less than 1"]),
+    (HYPER, "lr: 0.003", "lr: -1", ["training.lr = -1: should be greater than 0"]),
+    (HYPER, "kind: rnn ", "kind: bert ", ["model.kind = 'bert': should be 'rnn', 'cnn' or 'mlp'"]),
+    (
+        HYPER,
+        "precision: fp32",
+        "precision: fp8",
+        ["training.precision = 'fp8': should be 'fp32', 'bf16', 'fp16' or 'fp64'"],
+    ),
+    (HYPER, "kind: snippets", "kind: file    ", ["dataset.kind = file and dataset.file = None"]),
+    (HYPER, "kind: snippets", "kind: synthetic", ["dataset.kind = synthetic and model.kind = rnn"]),
+    (HYPER, "batch_size: 64 ", "batch_size: 63 ", ["training.batch_size = 63: does not divide by 2"]),
+    (HYPER, "lowest: 1e-4", "lowest: 1", ["tuning.lr: lowest = 1.0 is not below highest = 0.01"]),
+    (HYPER, "training:", "training: [", ["hyperparameters.yaml: line ", "not YAML"]),
+    (HYPER, "  epochs: 8\n", "  epochs: 8\n  epochs: 9\n", ["the key epochs stands twice"]),
+    (HYPER, "model:", "modle:", ["hyperparameters.yaml: modle: no section of this file", "model is missing"]),
+    (
+        ENVIRONMENT,
+        "paths:",
+        "training:",
+        ["training: no section of this file; it belongs into hyperparameters.yaml", "paths is missing"],
+    ),
+    (ENVIRONMENT, "num_workers: 2 ", "num_workers: [2, 1] ", ["cluster.num_workers = [2, 1]: the fewest come first"]),
+    (ENVIRONMENT, "num_workers: 2 ", "num_workers: 0 ", ["cluster.num_workers = 0: should be greater than 0"]),
+    (
+        ENVIRONMENT,
+        "model_save_dir: runs",
+        "model_save_dir: ''",
+        ["paths.model_save_dir = '': should have at least 1 char"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("file", "before", "after", "words"), WRONG)
+def test_a_wrong_configuration(file, before, after, words, tmp_path):
+    shutil.copytree(PROGRAM / "config", tmp_path / "config")
+    text = (tmp_path / "config" / file).read_text()
+    assert text.count(before) == 1
+    (tmp_path / "config" / file).write_text(text.replace(before, after))
+    with pytest.raises(UsageError) as caught:
+        configuration.load(tmp_path / "config")
+    for each in words:
+        assert each in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1 + len([word for word in words if word not in ("not YAML",)])
+
+
+def test_all_mistakes_at_once_in_the_program_s_own_words(copy, tmp_path):
+    wrong = ("training.lr=fast", "model.kind=bert", "traning.lr=1", "training.speed=2", "training.lr")
+    said = run(copy, tmp_path, "local_training", *options(copy, "wrong", *wrong), code=2)
+    assert said.startswith("local_training.py: error: the configuration cannot be used:\n")
+    assert [line.split(":")[0].strip() for line in said.splitlines()[1:]].count("--set") == 3
+    assert "--set: training.lr = 'fast': should be a valid number" in said
+    assert len(said.splitlines()) == 6 and "Traceback" not in said
+
+
+def test_a_missing_folder_and_numbers_as_yaml_writes_them(tmp_path):
+    with pytest.raises(UsageError, match="No such file or directory; --config-dir names the folder"):
+        configuration.load(tmp_path)
+    config = configuration.load(PROGRAM / "config", ["training.lr=3e-4", "cluster.num_workers=[1, 2]"])
+    assert config.training.lr == 3e-4 and config.cluster.num_workers == (1, 2)
+    assert configuration.load(PROGRAM / "config").cluster.num_workers == (2, 2)
+    configuration.write(config, tmp_path / "written")
+    assert configuration.load(tmp_path / "written") == config
+
+
+# --- what it survives ------------------------------------------------------------------------------------------------
+
+
+def wait_for(folder: Path, pattern: str, process: subprocess.Popen) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not list(folder.glob(pattern)):
+        assert process.poll() is None and time.monotonic() < deadline, (folder / "output").read_text()
+        time.sleep(0.02)
+
+
+def test_killed_inside_an_epoch_and_resumed(copy, tmp_path):
+    changes = (*SMALL, "checkpoint.every_steps=10")  # with dropout
+    run(copy, tmp_path, "local_training", *options(copy, "whole", *SMALL))
+    process = begin(copy, tmp_path, "local_training", *options(copy, "killed", *changes))
+    wait_for(tmp_path, "runs/killed/checkpoint-00000050.pt", process)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(LIMIT) == -signal.SIGKILL
+    said = run(copy, tmp_path, "local_training", *options(copy, "killed", *changes), "--resume")
+    assert "going on after step " in said
+    whole, killed = result(tmp_path, "whole"), result(tmp_path, "killed")
+    assert without_times(killed) == without_times(whole)
+    assert killed["test_accuracy"] == whole["test_accuracy"]
+    assert "holds a run already" in run(copy, tmp_path, "local_training", *options(copy, "killed", *changes), code=2)
+    other = (*changes, "model.hidden_dim=16")
+    said = run(copy, tmp_path, "local_training", *options(copy, "killed", *other), "--resume", code=2)
+    assert "error: the run was started with model.hidden_dim = 8, and now it is 16" in said
+
+
+def test_an_empty_share_takes_part():
+    """Where the last batch is smaller than the number of ranks, some have no sample: their gradient is zero."""
+    config = configuration.load(PROGRAM / "config", [*EXACT])
+    tokens, lengths, labels = (torch.ones(2, *shape, dtype=torch.int64) for shape in ((12,), (), ()))
+    splits = data.Splits(*[torch.utils.data.TensorDataset(tokens, lengths, labels)] * 3, None, 9, 4)
+    one = trainer.Trainer(config, splits, Worker(), lambda *_, **__: None, lambda *_: None)
+    one.join()
+    before = [each.clone() for each in one.model.parameters()]
+    assert one.train_step([each[:0] for each in splits.train.tensors], 1).tolist() == [0, 0]
+    assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
