@@ -24,7 +24,9 @@ Count = Annotated[int, BeforeValidator(number), Field(gt=0)]
 Whole = Annotated[int, BeforeValidator(number), Field(ge=0)]
 Positive = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
-Range = Annotated[tuple[Count, Count], BeforeValidator(lambda value: value if isinstance(value, list) else [value] * 2)]
+Range = Annotated[
+    tuple[Count, Count], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value] * 2)
+]
 Text = Annotated[str, Field(min_length=1)]
 
 

@@ -41,7 +41,7 @@ def main() -> None:
 
     ray_trainer = TorchTrainer(
         cluster.on_workers(train_worker),
-        train_loop_config={**vars(place), "config": config.model_dump()},
+        train_loop_config={**vars(place), "config": config.model_dump(mode="json")},
         torch_config=TorchConfig(timeout_s=config.cluster.timeout_s),
         scaling_config=ray.train.ScalingConfig(
             num_workers=(fewest, most) if most > fewest else fewest,
