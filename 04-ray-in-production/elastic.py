@@ -1,6 +1,6 @@
 """Training that goes on while machines leave and come: on two nodes, then on one, then on two, all of them on this one.
 
-    python elastic.py --out record.json      # some five minutes on two CPU cores
+    python elastic.py --out record.json      # five minutes or more on two CPU cores
 
 Starts a Ray cluster of a head without CPUs and two nodes of one CPU each, and on it train_ray_ddp.py with
 `--num-workers 1:2 --save-every-steps 5`. When some steps are saved, one node gets a SIGKILL; later a new one joins.
@@ -22,7 +22,6 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import ray
-import torch
 from ray.cluster_utils import Cluster
 
 from shared import ray_storage
@@ -31,7 +30,7 @@ from shared.distributed import Worker
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
 OPTIONS = ["--precision", "fp64", "--epochs", "1000"]
-ELASTIC = ["--num-workers", "1:2", "--no-use-gpu", "--save-every-steps", str(SAVE_EVERY), "--run-name", "elastic"]
+ELASTIC = ["--num-workers", "1:2", "--no-use-gpu", "--save-every-steps", SAVE_EVERY, "--run-name", "elastic"]
 LIMIT_S = 600  # for whatever is waited for
 
 
@@ -42,23 +41,21 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         steps, changes, losses = train_on_changing_nodes(folder)
-        print(f"{len(losses)} steps are saved; one process takes as many, to compare", flush=True)
         expected = train_in_one_process(folder, len(losses))
     parts = [list(part) for _, part in groupby(steps, key=lambda step: step[2])]
     worlds, difference = [part[0][2] for part in parts], max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    assert worlds == [2, 1, 2], worlds
     print("change       workers  steps replayed  seconds until a step was taken  of them without any")
     for change, (before, after) in zip(changes, pairwise(parts), strict=True):
-        change["replayed"] = before[-1][1] - after[0][1] + 1
-        change["seconds"], change["idle_s"] = after[0][0] - change["time"], after[0][0] - before[-1][0]
-        change["workers"] = f"{before[0][2]} to {after[0][2]}"
+        change |= {"workers": f"{before[0][2]} to {after[0][2]}", "replayed": before[-1][1] - after[0][1] + 1}
+        change |= {"seconds": after[0][0] - change["time"], "idle_s": after[0][0] - before[-1][0]}
         print("{what:11}  {workers:7}  {replayed:14}  {seconds:30.1f}  {idle_s:19.1f}".format(**change))
     print(f"largest difference to one process, {len(losses)} losses in float64: {difference:.1e}")
-    result = {"date": time.strftime("%Y-%m-%d"), "system": platform.platform(), "cpus": os.cpu_count(),
-              "ray": ray.__version__, "torch": torch.__version__, "save_every_steps": SAVE_EVERY, "steps": len(losses),
-              "worlds": worlds, "changes": changes, "largest_difference": difference}  # fmt: skip
     if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
-    assert worlds == [2, 1, 2], worlds
+        record = {"date": time.strftime("%Y-%m-%d"), "system": platform.platform(), "cpus": os.cpu_count(),
+                  "ray": ray.__version__, "save_every_steps": SAVE_EVERY, "steps": len(losses), "worlds": worlds,
+                  "changes": changes, "largest_difference": difference}  # fmt: skip
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
     assert all(0 <= change["replayed"] <= SAVE_EVERY for change in changes), changes
     assert difference < 1e-9
 
@@ -69,13 +66,12 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
     log.touch()
 
     def steps() -> list[tuple[float, int, int]]:
-        lines = [line.split() for line in log.read_text().splitlines()]
-        return [(float(when), int(step), int(workers)) for when, step, workers in lines]
+        return [(float(when), int(step), int(size)) for when, step, size in map(str.split, log.open())]
 
     def wait_for_steps(workers: int) -> None:
-        """Until this many workers have taken twice as many steps as are between two saves, since the last change."""
+        """Until this many workers have taken more steps, since the last change, than there are between two saves."""
         since, deadline = changes[-1]["time"] if changes else 0, time.monotonic() + LIMIT_S
-        while sum(step[0] > since and step[2] == workers for step in steps()) <= 2 * SAVE_EVERY:
+        while sum(step[0] > since and step[2] == workers for step in steps()) <= SAVE_EVERY:
             assert training.poll() is None and time.monotonic() < deadline, "no progress"
             time.sleep(0.1)
 
@@ -83,21 +79,24 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
         changes.append({"what": what, "time": time.time()})
         print(f"{what}, after {steps()[-1][1]} steps", flush=True)
 
-    node = {"num_cpus": 1, "object_store_memory": 80 * 2**20}
-    with cluster(folder) as nodes:
+    os.environ["RAY_TMPDIR"] = folder  # or it would take the place of another Ray of this machine in Ray's notes
+    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    nodes = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False})
+    with contextlib.ExitStack() as at_the_end:
+        at_the_end.callback(nodes.shutdown)
         doomed, _ = nodes.add_node(**node), nodes.add_node(**node)
         command = [Path(__file__).with_name("log_steps.py"), *OPTIONS, *ELASTIC, "--storage-path", folder]
         variables = {"RAY_ADDRESS": nodes.address, "STEPS_LOG": str(log), "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-        with process(command, variables) as training:
-            wait_for_steps(workers=2)
-            change("node killed")
-            nodes.remove_node(doomed, allow_graceful=False)
-            wait_for_steps(workers=1)
-            change("node added")
-            nodes.add_node(**node)
-            wait_for_steps(workers=2)
-            training.send_signal(signal.SIGINT)
-            training.wait(LIMIT_S)
+        training = at_the_end.enter_context(process(command, variables, Path(folder, "output")))
+        wait_for_steps(workers=2)
+        change("node killed")
+        nodes.remove_node(doomed, allow_graceful=False)
+        wait_for_steps(workers=1)
+        change("node added")
+        nodes.add_node(**node)
+        wait_for_steps(workers=2)
+        training.send_signal(signal.SIGINT)
+        training.wait(LIMIT_S)
     _, state, _ = ray_storage.RayRun(f"{folder}/elastic").load_newest(Worker())
     epochs = [*state["progress"]["metrics"], state["progress"]]  # the last one is not over
     return steps(), changes, [loss for epoch in epochs for loss in epoch["step_losses"]]
@@ -105,35 +104,26 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
 
 def train_in_one_process(folder: str, num_steps: int) -> list[float]:
     """The losses of train_ddp.py."""
-    metrics = Path(folder, "metrics.jsonl")
-    command = [ROOT / "01-ddp-pytorch-only/train_ddp.py", *OPTIONS, "--max-steps", num_steps, "--storage-path", folder]
-    with process([*command, "--metrics-out", metrics], {"CUDA_VISIBLE_DEVICES": ""}) as training:
+    metrics, script = Path(folder, "metrics.jsonl"), ROOT / "01-ddp-pytorch-only/train_ddp.py"
+    command = [script, *OPTIONS, "--max-steps", num_steps, "--storage-path", folder, "--metrics-out", metrics]
+    with process(command, {"CUDA_VISIBLE_DEVICES": ""}, Path(folder, "output")) as training:
         assert training.wait(10 * LIMIT_S) == 0
     return [loss for line in metrics.read_text().splitlines() for loss in json.loads(line)["step_losses"]]
 
 
 @contextlib.contextmanager
-def cluster(folder: str) -> Iterator[Cluster]:
-    """A Ray whose head has no CPUs for workers; what it writes beside them lies in `folder`."""
-    os.environ["RAY_TMPDIR"] = folder  # or it would take the place of another Ray of this machine in Ray's notes
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 100 * 2**20}
-    nodes = Cluster(initialize_head=True, head_node_args=head)
-    try:
-        yield nodes
-    finally:
-        nodes.shutdown()
-
-
-@contextlib.contextmanager
-def process(command: list, variables: dict[str, str]) -> Iterator[subprocess.Popen]:
-    """A Python script with these words and variables; it is killed where it outlives the block."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    running = subprocess.Popen([sys.executable, *map(str, command)], env=environment)
+def process(command: list, variables: dict[str, str], output: Path) -> Iterator[subprocess.Popen]:
+    """A Python script with these words and variables. In the end its own lines are shown, or all where it failed."""
+    words, environment = [sys.executable, *map(str, command)], {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    with open(output, "w") as file:
+        running = subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
         yield running
     finally:
         running.kill()
         running.wait()
+        own = ("[driver]", "[rank") if running.returncode in (0, 128 + signal.SIGINT) else ""
+        print(*[line for line in output.read_text().splitlines() if line.startswith(own)], sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -207,7 +207,10 @@ class MetricsFile(ray.train.UserCallback):
         self.lines = lines
 
     def after_report(self, run_context: object, metrics: list[dict], checkpoint: ray.train.Checkpoint | None) -> None:
-        """Add the line of the epoch that rank 0 reports, or put it in the place of an earlier one."""
+        """Add the line of the epoch that rank 0 reports, or put it in the place of an earlier one.
+
+        Epoch 0 has none: what is saved before the first step, or inside an epoch.
+        """
         line = metrics[0]
         if line["epoch"] > 0 and self.path:
             if len(self.lines) < line["epoch"] - 1:  # an earlier controller has written them
