@@ -131,7 +131,7 @@ def test_what_must_not_change_the_losses(change, exact, tmp_path):
 
 @pytest.mark.parametrize("changes", [
     ("model.cell=lstm", "model.n_layers=2"),
-    ("model.bidirectional=false", "training.precision=bf16"),
+    ("model.bidirectional=true", "training.precision=bf16"),
     ("model.kind=cnn",),
     ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=3000", "model.hidden_dim=64"),
 ])  # fmt: skip
@@ -167,7 +167,7 @@ def test_training_ends_early_and_the_best_are_kept(tmp_path):
 
 
 def test_the_defaults_reach_what_the_readme_says(tmp_path):
-    """0.91 on 320 test snippets, give or take 0.05; counted words reach 0.95."""
+    """0.89 on 320 test snippets, give or take 0.05; counted words reach 0.95."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.linear_model import LogisticRegression
 
@@ -182,7 +182,7 @@ def test_the_defaults_reach_what_the_readme_says(tmp_path):
     baseline = LogisticRegression(max_iter=2000).fit(counts, [row["label"] for row in rows["train"]])
     seen = words.transform([row["text"] for row in rows["test"]])
     assert baseline.score(seen, [row["label"] for row in rows["test"]]) == pytest.approx(0.95, abs=0.05)
-    assert here(tmp_path)["test_accuracy"] == pytest.approx(0.91, abs=0.05)
+    assert here(tmp_path)["test_accuracy"] == pytest.approx(0.89, abs=0.05)
 
 
 # --- data of one's own -----------------------------------------------------------------------------------------------
