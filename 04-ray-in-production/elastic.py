@@ -85,7 +85,8 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(nodes.shutdown)
         doomed, _ = nodes.add_node(**node), nodes.add_node(**node)
-        command = [Path(__file__).with_name("log_steps.py"), *OPTIONS, *ELASTIC, "--storage-path", folder]
+        script = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
+        command = [Path(__file__).with_name("log_steps.py"), script, *OPTIONS, *ELASTIC, "--storage-path", folder]
         variables = {"RAY_ADDRESS": nodes.address, "STEPS_LOG": str(log), "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
         training = at_the_end.enter_context(process(command, variables, Path(folder, "output")))
         wait_for_steps(workers=2)

@@ -1,6 +1,9 @@
-"""train_ray_ddp.py with the same options, whose rank 0 adds a line for each step to the file that STEPS_LOG names.
+"""Run a training script as it is, and add a line for each optimizer step of rank 0 to the file that STEPS_LOG names.
 
-The line holds the time in seconds since 1970, the step's number and the number of workers.
+    STEPS_LOG=steps.txt torchrun --standalone --nproc-per-node 2 log_steps.py SCRIPT OPTIONS...
+    STEPS_LOG=steps.txt python log_steps.py SCRIPT OPTIONS...            # also one on Ray Train
+
+The line holds the time in seconds since 1970, the step's number and the number of ranks.
 """
 
 import os
@@ -8,7 +11,6 @@ import runpy
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import ray.train.torch
 import torch
@@ -18,21 +20,31 @@ log = os.environ["STEPS_LOG"]
 make_trainer = ray.train.torch.TorchTrainer.__init__
 
 
-def log_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    context, step = ray.train.get_context(), int(next(iter(optimizer.state.values()))["step"])
-    if context.get_world_rank() == 0:
+def log_steps(rank: int, num_ranks: int) -> None:
+    """From now on this process logs its steps, if it is rank 0."""
+
+    def log_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        step = int(next(iter(optimizer.state.values()))["step"])
         with open(log, "a") as file:
-            file.write(f"{time.time()} {step} {context.get_world_size()}\n")
+            file.write(f"{time.time()} {step} {num_ranks}\n")
+
+    if rank == 0:
+        register_optimizer_step_post_hook(log_step)
 
 
 def with_log(trainer: object, train: Callable[[dict], object], **options: object) -> None:
+    """What makes a TorchTrainer whose workers log."""
+
     def train_with_log(config: dict) -> object:
-        register_optimizer_step_post_hook(log_step)
+        context = ray.train.get_context()
+        log_steps(context.get_world_rank(), context.get_world_size())
         return train(config)
 
     make_trainer(trainer, train_with_log, **options)
 
 
 ray.train.torch.TorchTrainer.__init__ = with_log
-sys.argv[0] = str(Path(__file__).parents[1] / "02-ddp-pytorch-ray/train_ray_ddp.py")
+if "RANK" in os.environ:
+    log_steps(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+sys.argv = sys.argv[1:]
 runpy.run_path(sys.argv[0], run_name="__main__")
