@@ -200,15 +200,16 @@ def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) 
     cure (a file that cannot be read just now, memory) comes as it is.
     """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
     model_state, optimizer_state = get_state_dict(model, optimizer)
     state = {"model": model_state, "optimizer": optimizer_state}
     try:
         dcp.load(state, checkpoint_id=folder)
-    except (CheckpointException, RuntimeError, ValueError) as error:
-        causes = [cause for cause, _ in error.failures.values()] if isinstance(error, CheckpointException) else [error]
+    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
+        causes = (
+            [cause for cause, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [error]
+        )
         if any(isinstance(cause, (OSError, EOFError, torch.OutOfMemoryError)) for cause in causes):
             raise
         raise UsageError(f"the checkpoint is of another model: {str(causes[0]).splitlines()[0]}") from error
