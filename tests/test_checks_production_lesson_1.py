@@ -90,7 +90,7 @@ def test_4_1c_accepts(capsys):
     ("costs less an hour, and takes more hours", lambda offers, *hours: min(offers, key=offers.get)),
     ("failures, restarts and saving count", lambda *given: cheapest(*given, late=True)),
     ("costs less an hour, and takes more hours", lambda *given: cheapest(*given, restarts=False)),
-    ("expected 'spot', you say None", lambda *given: cheapest(*given, hour=60)),
+    ("expected 'spot', you say 'full price'", lambda *given: cheapest(*given, hour=60)),
     ("expected 'spot', you say 'full price'", lambda *given: cheapest(*given, best=max)),
     ("the name of an offer", lambda *given: 114.4),
 ])  # fmt: skip
