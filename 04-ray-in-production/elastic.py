@@ -39,7 +39,9 @@ LIMIT_S = 600  # for whatever is waited for
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was measured to FILE (or into a FOLDER), as JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write what was measured to FILE (or into a FOLDER), as JSON"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:

@@ -10,7 +10,7 @@ from shared.checks.machinery import Wrong, exercise
 
 @exercise("4.1a", "what counts is what has arrived, not what was reported.")
 def exercise_4_1a(goes_on_after: Callable[[list[tuple[int, float, float]], float], int]) -> None:
-    """goes_on_after([(step, reported at, seconds to upload), ...], crash) -> the step of the newest that has arrived."""
+    """goes_on_after([(step, reported at, seconds to upload), ...], crash) -> the newest step that has arrived."""
     queue = [(10, 1.0, 2.0), (20, 1.5, 2.0), (30, 2.0, 2.0), (40, 9.0, 0.5)]  # arrive at 3, 5, 7 and 9.5
     for saves, crash, expected, why in (
         ([(10, 3.0, 0.5), (20, 6.0, 0.5)], 6.25, 10, "the upload of 20 is done at 6.5, after the crash"),
@@ -69,7 +69,7 @@ def exercise_4_1b(ask_every: Callable[[float, float, float, float], int]) -> Non
 
 @exercise("4.1c", "cheap is what is done in time for the least money, not what costs least an hour.")
 def exercise_4_1c(cheapest: Callable[[dict[str, tuple], float, float], str | None]) -> None:
-    """cheapest({name: (price an hour, hours between failures, save_s, restart_s)}, work_h, deadline_h) -> name, None."""
+    """cheapest({name: (price an hour, hours between failures, save_s, restart_s)}, work_h, deadline_h) -> a name."""
     offers = {
         "full price": (30.0, 200.0, 30, 300),  # takes 1.01 times as long
         "spot": (10.0, 2.0, 30, 300),  # 1.14
