@@ -1,6 +1,7 @@
 """Training that goes on while machines leave and come: on two nodes, then on one, then on two, all of them on this one.
 
     python elastic.py --out record.json      # five minutes or more on two CPU cores
+    python elastic.py --out FOLDER           # into a file there, named after date and device; so does `make bench`
 
 Starts a Ray cluster of a head without CPUs and two nodes of one CPU each, and on it train_ray_ddp.py with
 `--num-workers 1:2 --save-every-steps 5`. When some steps are saved, one node gets a SIGKILL; later a new one joins.
@@ -12,6 +13,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -22,6 +24,7 @@ from itertools import groupby, pairwise
 from pathlib import Path
 
 import ray
+import torch
 from ray.cluster_utils import Cluster
 
 from shared import ray_storage
@@ -36,7 +39,9 @@ LIMIT_S = 600  # for whatever is waited for
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write what was measured to FILE, as JSON")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write what was measured to FILE (or into a FOLDER), as JSON"
+    )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
@@ -52,12 +57,23 @@ def main() -> None:
         print("{what:11}  {workers:7}  {replayed:14}  {seconds:30.1f}  {idle_s:19.1f}".format(**change))
     print(f"largest difference to one process, {len(losses)} losses in float64: {difference:.1e}")
     if args.out is not None:
-        record = {"date": time.strftime("%Y-%m-%d"), "system": platform.platform(), "cpus": os.cpu_count(),
-                  "ray": ray.__version__, "save_every_steps": SAVE_EVERY, "steps": len(losses), "worlds": worlds,
+        record = {**machine(), "save_every_steps": SAVE_EVERY, "steps": len(losses), "worlds": worlds,
                   "changes": changes, "largest_difference": difference}  # fmt: skip
+        if args.out.is_dir():
+            name = re.sub(r"[^a-z0-9]+", "-", f"elastic-{record['date']}-{record['device']}".lower()).strip("-")
+            args.out /= f"{name}.json"
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     assert all(0 <= change["replayed"] <= SAVE_EVERY for change in changes), changes
     assert difference < 1e-9
+
+
+def machine() -> dict:
+    """When and where this is measured: device and versions."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    cpu = (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "ray": ray.__version__}
+    device = {"device": f"{cpu}, {os.cpu_count()} CPUs", "cpus": os.cpu_count(), "threads_per_process": 1}
+    return {"date": time.strftime("%Y-%m-%d"), **device, **versions, "system": platform.platform()}
 
 
 def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], list[dict], list[float]]:

@@ -43,3 +43,8 @@ from shared.checks.chapter_3 import (  # noqa: F401
     exercise_3_4a,
     exercise_3_4b,
 )
+from shared.checks.chapter_4 import (  # noqa: F401
+    exercise_4_1a,
+    exercise_4_1b,
+    exercise_4_1c,
+)
