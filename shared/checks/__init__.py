@@ -43,3 +43,8 @@ from shared.checks.chapter_3 import (  # noqa: F401
     exercise_3_4a,
     exercise_3_4b,
 )
+from shared.checks.production import (  # noqa: F401
+    exercise_4_2a,
+    exercise_4_2b,
+    exercise_4_2c,
+)
