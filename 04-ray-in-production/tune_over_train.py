@@ -6,6 +6,7 @@ For trials that need more than one process. Where a trial fits into one, `python
 controller and no workers have to be started for each.
 """
 
+import os
 from argparse import Namespace
 
 import ray.train
@@ -43,8 +44,9 @@ def train_worker(given: dict) -> None:
     worker = cluster.worker()
 
     def report(state: dict, metrics: dict) -> None:
-        told = {"accuracy": metrics["val_accuracy"], "epoch": metrics["epoch"], "world_size": worker.world_size}
-        ray_storage.report(state, told, worker)
+        best = max(line["val_accuracy"] for line in state["progress"]["metrics"])
+        told = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
+        ray_storage.report(state, {**told, "world_size": worker.world_size}, worker)
 
     splits = data.load(config, given["data_folder"])
     one = trainer.Trainer(config, splits, worker, lambda *_, **__: None, report)
@@ -57,6 +59,7 @@ def main() -> None:
     """Start Ray, search, say what was found."""
     options = configuration.parser(__doc__).parse_args()
     config = configuration.load(options.config_dir, options.changes)
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
     driver, num_workers = cluster.Driver(), config.cluster.num_workers[0]
     with distributed.fail_together():
         data_folder = data.prepare(config)

@@ -8,6 +8,7 @@ A trial is one training in one process, judged by its val_accuracy; the test set
 time: as many as there are CPUs, or GPUs, for tuning.resources_per_trial.
 """
 
+import logging
 import os
 import tempfile
 from collections.abc import Callable
@@ -63,6 +64,8 @@ def main() -> None:
         search = Search.of(place)
         search.claim(place, driver)
         Path(options.out).mkdir(parents=True, exist_ok=True)  # else hours of work end with an error
+    logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns of trials that have not begun yet
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune's own takes Ctrl-C for the end of the search, and goes on
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")  # trials may be short
     cli.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
@@ -74,16 +77,14 @@ def main() -> None:
 
     trainable = tune.with_resources(trial_of(config.model_dump(mode="json"), data_folder), resources)
     results = tuner(config, search, options.resume, trainable).fit()
-    for result in sorted(results, key=lambda each: -(each.metrics or {}).get("accuracy", 0)):
+    for result in sorted(results, key=lambda each: -(each.metrics or {}).get("best_accuracy", 0)):
         driver.log(describe(result))
     if results.num_errors == len(results):
         raise cli.RunFailed(f"every trial failed, the first with: {last_line(results.errors[0])}")
-    best = results.get_best_result(scope="all")
+    best = results.get_best_result("best_accuracy")
     chosen = with_values(config, best.config)
     configuration.write(chosen, options.out)
-    driver.log(
-        f"the best configuration is in {options.out}: {describe_values(best.config)}; trials in {search.folder}"
-    )
+    driver.log(f"the best configuration is in {options.out}: {describe_values(best.config)}; trials in {search.folder}")
 
 
 def tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dict], None]) -> tune.Tuner:
@@ -162,7 +163,8 @@ def trial_of(plain: dict, data_folder: str) -> Callable[[dict], None]:
             one.train_epoch()
 
     def report(state: dict, metrics: dict) -> None:
-        told = {"accuracy": metrics["val_accuracy"], "epoch": metrics["epoch"]}
+        best = max(line["val_accuracy"] for line in state["progress"]["metrics"])
+        told = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
             tune.report(told, checkpoint=tune.Checkpoint.from_directory(folder))
@@ -180,7 +182,7 @@ def describe(result: tune.Result) -> str:
     drawn = describe_values(result.config)
     if result.error is not None:
         return f"{drawn}  failed: {last_line(result.error)}"
-    return f"{drawn}  accuracy {result.metrics['accuracy']:.4f} after epoch {result.metrics['epoch']}"
+    return f"{drawn}  accuracy {result.metrics['best_accuracy']:.4f}, the best of {result.metrics['epoch']}"
 
 
 def last_line(error: Exception) -> str:
