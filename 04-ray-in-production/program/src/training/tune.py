@@ -8,23 +8,43 @@ A trial is one training in one process, judged by its val_accuracy; the test set
 time: as many as there are CPUs, or GPUs, for tuning.resources_per_trial.
 """
 
+import logging
+import os
 import tempfile
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import pyarrow.fs
+import ray
 import torch
 from ray import tune
 from ray.tune.schedulers import ASHAScheduler
+from ray.tune.search import BasicVariantGenerator
 
 import shared
 import training
-from shared import checkpoint, cli, cluster, distributed, runs
+from shared import checkpoint, cli, cluster, distributed, ray_storage
 from training import config as configuration
-from training import data, trainer
+from training import data, trainer, utils
 from training.config import Config
 
 STATE_FILE = "state.pt"
+
+
+class Search(ray_storage.RayRun):
+    """The folder of a search: each trial's folder, and Tune's notes of how far they are."""
+
+    def list_newest_first(self) -> list[str]:
+        """Paths of Tune's notes; or of the checkpoints of a training run that has this name."""
+        files, path = ray_storage.file_system(self.folder)
+        found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+        names = ("experiment_state", "checkpoint-")
+        return sorted((each.path for each in found if each.base_name.startswith(names)), reverse=True)
+
+    def load_newest(self, worker: distributed.Worker) -> tuple[str | None, dict | None, list[str]]:
+        """The newest note, which Tune itself reads."""
+        found = self.list_newest_first() if tune.Tuner.can_restore(self.folder) else []
+        return (found[0], {}, []) if found else (None, None, [])
 
 
 def main() -> None:
@@ -37,47 +57,59 @@ def main() -> None:
         print(configuration.in_yaml(config), end="")
         return
     driver = cluster.Driver()
+    place = utils.place(config, options, num_workers=1)
     with distributed.fail_together():
         data_folder = data.prepare(config)
-        if options.resume and options.run_name is None:
-            raise ValueError("--resume needs the --run-name of the search to go on with")
-    storage = cli.path_or_uri(config.paths.model_save_dir)
-    name = options.run_name or runs.new_name()
-    needs = Namespace(num_workers=config.cluster.num_workers[0], use_gpu=config.cluster.use_gpu)
-    cluster.start(needs, packages=[shared, training])
-    resources = config.tuning.resources_per_trial or ({"GPU": 1} if needs.use_gpu else {"CPU": 1})
-    trainable = tune.with_resources(trial_of(config, data_folder), resources)
-    if options.resume:
-        if not tune.Tuner.can_restore(f"{storage}/{name}"):
-            raise distributed.UsageError(f"nothing to resume: no search in {storage}/{name}")
-        tuner = tune.Tuner.restore(f"{storage}/{name}", trainable, resume_unfinished=True, resume_errored=True)
-    else:
-        tuner = tune.Tuner(
-            trainable,
-            param_space=space(config),
-            tune_config=tune.TuneConfig(
-                metric="accuracy",
-                mode="max",
-                num_samples=config.tuning.num_samples,
-                scheduler=scheduler(config),
-                reuse_actors=True,  # a process for each trial at a time, not for each trial: half a minute less for ten
-            ),
-            run_config=tune.RunConfig(
-                name=name,
-                storage_path=storage,
-                verbose=0,
-                checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
-                failure_config=tune.FailureConfig(max_failures=1),
-            ),
-        )
-    results = tuner.fit()
-    for result in sorted(results, key=lambda each: -(each.metrics or {}).get("accuracy", 0)):
+        place.storage_path = cli.path_or_uri(place.storage_path)
+        search = Search.of(place)
+        search.claim(place, driver)
+        Path(options.out).mkdir(parents=True, exist_ok=True)  # else hours of work end with an error
+    logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns of trials that have not begun yet
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune's own takes Ctrl-C for the end of the search, and goes on
+    os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")  # trials may be short
+    cli.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
+    cluster.start(place, packages=[shared, training])
+    resources = config.tuning.resources_per_trial or ({"GPU": 1} if place.use_gpu else {"CPU": 1})
+    if not cluster.enough(has := ray.cluster_resources(), resources):
+        there = {name: has.get(name, 0) for name in resources}
+        raise distributed.UsageError(f"tuning.resources_per_trial = {resources}: more than there is, {there}")
+
+    trainable = tune.with_resources(trial_of(config.model_dump(mode="json"), data_folder), resources)
+    results = tuner(config, search, options.resume, trainable).fit()
+    for result in sorted(results, key=lambda each: -(each.metrics or {}).get("best_accuracy", 0)):
         driver.log(describe(result))
-    best = with_values(config, results.get_best_result(scope="all").config)
-    configuration.write(best, options.out)
-    driver.log(
-        f"written to {options.out}: lr {best.training.lr:.2e}, epochs {best.training.epochs}; "
-        f"trials in {storage}/{name}"
+    if results.num_errors == len(results):
+        raise cli.RunFailed(f"every trial failed, the first with: {last_line(results.errors[0])}")
+    best = results.get_best_result("best_accuracy")
+    chosen = with_values(config, best.config)
+    configuration.write(chosen, options.out)
+    driver.log(f"the best configuration is in {options.out}: {describe_values(best.config)}; trials in {search.folder}")
+
+
+def tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dict], None]) -> tune.Tuner:
+    """What runs the search, or goes on with it: finished trials stay, others go on from their last checkpoint."""
+    if resume:
+        return tune.Tuner.restore(search.folder, trainable, resume_unfinished=True, resume_errored=True)
+    storage_path, name = search.place
+    return tune.Tuner(
+        trainable,
+        param_space=space(config),
+        tune_config=tune.TuneConfig(
+            metric="accuracy",
+            mode="max",
+            num_samples=config.tuning.num_samples,
+            search_alg=BasicVariantGenerator(random_state=config.training.seed),  # the same seed draws the same trials
+            scheduler=scheduler(config),
+            reuse_actors=True,  # a process for each trial at a time, not for each trial: half a minute less for ten
+        ),
+        run_config=tune.RunConfig(
+            name=name,
+            storage_path=storage_path,
+            verbose=0,
+            checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
+            failure_config=tune.FailureConfig(max_failures=1),
+        ),
     )
 
 
@@ -100,35 +132,39 @@ def with_values(config: Config, values: dict) -> Config:
     return Config.model_validate({**whole, "training": {**whole["training"], **values}})
 
 
-def trial_of(config: Config, data_folder: str) -> Callable[[dict], None]:
+def set_lr(one: trainer.Trainer, lr: float) -> None:
+    """Go on as if the training had begun with this learning rate: a checkpoint brings its own."""
+    for group in one.optimizer.param_groups:
+        group["lr"] *= lr / group["initial_lr"]
+        group["initial_lr"] = lr
+    one.scheduler.base_lrs = [lr]
+
+
+def trial_of(plain: dict, data_folder: str) -> Callable[[dict], None]:
     """A trainable for Tune: one training in one process, which reports its accuracy and a checkpoint each epoch.
 
     It goes on from a checkpoint that Tune gives it: its own, after a failure, or another trial's, when a population is
-    trained. The learning rate then is the one that the trial was given, not the one in the checkpoint.
+    trained. The learning rate then is the one that the trial was given, not the one in the checkpoint. plain: the
+    configuration as plain data.
     """
 
     def trial(values: dict) -> None:
         torch.set_num_threads(1)
-        each_epoch = config.model_copy(update={"checkpoint": configuration.Checkpoint()})
-        mine = with_values(each_epoch, values)
-        worker = distributed.Worker(
-            device=torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        )  # Ray shows its own
-        one = trainer.Trainer(mine, data.load(mine, data_folder), worker, lambda *_, **__: None, report)
+        config = with_values(Config.model_validate({**plain, "checkpoint": {}}), values)  # saves every epoch
+        # Ray shows a trial its own GPUs alone.
+        worker = distributed.Worker(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        one = trainer.Trainer(config, data.load(config, data_folder), worker, lambda *_, **__: None, report)
         if given := tune.get_checkpoint():
             with given.as_directory() as folder:
                 one.restore(checkpoint.load(Path(folder) / STATE_FILE))
-            for group in one.optimizer.param_groups:
-                group["lr"] *= mine.training.lr / group["initial_lr"]
-                group["initial_lr"] = mine.training.lr
-            one.scheduler.base_lrs = [mine.training.lr]
+            set_lr(one, config.training.lr)
         one.join()
         while not one.finished():
             one.train_epoch()
 
     def report(state: dict, metrics: dict) -> None:
-        line = state["progress"]["metrics"][-1]
-        told = {"accuracy": line["val_accuracy"], "epoch": line["epoch"], "lr_now": line["lr"]}
+        best = max(line["val_accuracy"] for line in state["progress"]["metrics"])
+        told = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
             tune.report(told, checkpoint=tune.Checkpoint.from_directory(folder))
@@ -136,13 +172,22 @@ def trial_of(config: Config, data_folder: str) -> Callable[[dict], None]:
     return trial
 
 
+def describe_values(values: dict) -> str:
+    """What was drawn for a trial."""
+    return f"lr {values['lr']:.2e}  epochs {values['epochs']:2d}"
+
+
 def describe(result: tune.Result) -> str:
     """A trial in one line."""
-    metrics, values = result.metrics or {}, result.config
-    drawn = f"lr {values['lr']:.2e}  epochs {values['epochs']:2d}"
+    drawn = describe_values(result.config)
     if result.error is not None:
-        return f"{drawn}  failed: {str(result.error).strip().splitlines()[-1]}"
-    return f"{drawn}  accuracy {metrics['accuracy']:.4f} after epoch {metrics['epoch']}"
+        return f"{drawn}  failed: {last_line(result.error)}"
+    return f"{drawn}  accuracy {result.metrics['best_accuracy']:.4f}, the best of {result.metrics['epoch']}"
+
+
+def last_line(error: Exception) -> str:
+    """What an error in a trial says, without its traceback."""
+    return str(error).strip().splitlines()[-1]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,111 @@
+"""Chapter 4's searches: what is drawn, what survives a SIGKILL, what is written, and what is refused."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runs import ROOT
+from test_program import LIMIT, SMALL, begin, copy, options, run  # noqa: F401
+from training import config as configuration
+from training import tune
+
+from shared.distributed import UsageError
+
+SEARCH = (*SMALL, "tuning.num_samples=4", "tuning.epochs=[2, 6]", "tuning.lr.lowest=1e-3", "tuning.lr.highest=3e-2")
+
+
+def reports(folder: Path) -> dict[Path, list[dict]]:
+    """Each trial's reports, by their file."""
+    return {path: [json.loads(line) for line in path.open()] for path in folder.glob("*/result.json")}
+
+
+def finished(folder: Path) -> dict[Path, bytes]:
+    """The reports of the trials that are on record as finished in Tune's newest note, and whose files are there."""
+    found = {}
+    for note in sorted(folder.glob("experiment_state-*.json"))[-1:]:
+        try:
+            trials = [json.loads(trial) for trial, _ in json.loads(note.read_text())["trial_data"]]
+        except json.JSONDecodeError:  # it is being written
+            break
+        for trial in (trial for trial in trials if trial["status"] == "TERMINATED"):
+            for path in folder.glob(f"*{trial['trial_id']}*/result.json"):
+                if path.read_text().count("\n") == trial["config"]["epochs"]:
+                    found[path] = path.read_bytes()
+    return found
+
+
+def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0.2")
+    one_by_one = "tuning.resources_per_trial={CPU: 3}"  # of 5
+    searching = [*options(copy, "search", *SEARCH, one_by_one), "--out", "best"]
+    process, deadline = begin(copy, tmp_path, "tune", *searching), time.monotonic() + LIMIT
+    folder = tmp_path / "runs/search"
+    while not finished(folder):
+        assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(LIMIT) == -signal.SIGKILL
+    done = finished(folder)
+    assert 1 <= len(done) < 4
+
+    (tmp_path / "output").unlink()
+    said = run(copy, tmp_path, "tune", *searching, "--resume")
+    assert "Traceback" not in said and len([line for line in said.splitlines() if "  accuracy " in line]) == 4
+    assert all(path.read_bytes() == before for path, before in done.items())  # not run again
+    found = reports(folder)
+    assert len(found) == 4
+    assert all([row["epoch"] for row in rows][-1] == rows[-1]["config"]["epochs"] for rows in found.values())
+
+    best = max(rows[-1]["best_accuracy"] for rows in found.values())
+    written = configuration.load(tmp_path / "best")
+    (chosen,) = [rows[-1] for rows in found.values() if rows[-1]["config"]["lr"] == written.training.lr]
+    assert chosen["best_accuracy"] == best and chosen["config"]["epochs"] == written.training.epochs
+    assert 1e-3 <= written.training.lr <= 3e-2 and written.training.epochs in (2, 6)
+    assert written.model.hidden_dim == 8  # and all that was not searched is as it was
+
+    too_large = [*options(copy, "large", *SEARCH, "tuning.resources_per_trial={CPU: 99}"), "--out", "none"]
+    (tmp_path / "output").unlink()
+    said = run(copy, tmp_path, "tune", *too_large, code=2)
+    assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than there is, {'CPU': 5.0}" in said
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    (["--run-name", "taken"], "taken holds a run already: add --resume to go on with it"),
+    (["--run-name", "new", "--resume"], "nothing to resume"),
+    (["--resume"], "--resume needs the --run-name"),
+    (["--set", "tuning.scheduler=hyperband"], "tuning.scheduler = 'hyperband': should be 'none' or 'asha'"),
+    (["--set", "tuning.epochs=[]"], r"tuning.epochs = \[\]: should have at least 1 item"),
+])  # fmt: skip
+def test_what_a_search_refuses(more, words, tmp_path, monkeypatch):
+    (tmp_path / "runs/taken").mkdir(parents=True)
+    (tmp_path / "runs/taken/experiment_state-2026-11-23_00-00-00.json").touch()
+    folder = str(ROOT / "04-ray-in-production/program/config")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tune.py", "--config-dir", folder, "--out", "best", *more])
+    with pytest.raises(UsageError, match=words):
+        tune.main()
+
+
+def test_the_defaults_are_the_space_that_was_asked_for():
+    config = configuration.load(ROOT / "04-ray-in-production/program/config")
+    space = tune.space(config)
+    assert (space["lr"].lower, space["lr"].upper) == (1e-4, 1e-2) and space["epochs"].categories == [5, 10, 20]
+    assert config.tuning.num_samples == 10
+
+
+def test_a_trial_of_two_workers(on_cluster, tmp_path):
+    """Lesson 4.2 shows the script, and does not run it."""
+    changes = (*SMALL, "tuning.num_samples=1", "tuning.epochs=[2]", "cluster.num_workers=2", "cluster.use_gpu=false")
+    command = [sys.executable, ROOT / "04-ray-in-production/tune_over_train.py"]
+    command += ["--config-dir", ROOT / "04-ray-in-production/program/config"]
+    command += [word for change in changes for word in ("--set", change)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [line for line in done.stdout.splitlines() if "  accuracy " in line]
+    assert line.endswith("the best of 2  2 workers")
