@@ -1,4 +1,4 @@
-"""A search whose trials are runs of Ray Train, each with several workers (lesson 4.2).
+"""A search whose trials are runs of Ray Train, each with several workers.
 
     python tune_over_train.py --config-dir program/config --set cluster.num_workers=2
 
