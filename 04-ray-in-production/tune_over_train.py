@@ -57,8 +57,7 @@ def train_worker(given: dict) -> None:
 
 def main() -> None:
     """Start Ray, search, say what was found."""
-    options = configuration.parser(__doc__).parse_args()
-    config = configuration.load(options.config_dir, options.changes)
+    _, config = configuration.asked_for(configuration.parser(__doc__))
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
     driver, num_workers = cluster.Driver(), config.cluster.num_workers[0]
     with distributed.fail_together():

@@ -185,7 +185,7 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> 
     must have taken a step: to have something to save, torch would take one of its own, with a rate of 0, which Adam
     counts like any other, and the training would be another one.
     """
-    import torch.distributed.checkpoint as dcp  # half a second of every process that needs it not
+    import torch.distributed.checkpoint as dcp  # half a second, for those who need it
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     assert optimizer.state, "nothing to save before the first step"

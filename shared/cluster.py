@@ -51,8 +51,8 @@ def start(
     Prints one line on what it did, and sets `args.use_gpu` where it is None. spare_cpus: CPUs needed beside one a
     worker, as by Ray Data's tasks; without them local mode needs no Ray, and starts none. dashboard: of a Ray of our
     own; it is ten processes more. packages: what the nodes of a cluster are sent, since they have no copy. Raises
-    UsageError where the address does not answer, or where there are fewer CPUs or
-    GPUs than `args.num_workers` need and no more to come.
+    UsageError where the address does not answer, or where there are fewer CPUs or GPUs than `args.num_workers` need and
+    no more to come.
     """
     if args.num_workers == 0:
         logging.getLogger("ray.train").setLevel(logging.WARNING)

@@ -209,17 +209,22 @@ class UnpaddedDistributedSampler(DistributedSampler):
         return math.ceil((len(self.dataset) - self.position - self.rank) / self.num_replicas)
 
 
-def rank_loader(dataset: Dataset, batch_size: int, worker: Worker, shuffle_seed: int | None = None) -> DataLoader:
+def rank_loader(
+    dataset: Dataset, batch_size: int, worker: Worker, shuffle_seed: int | None = None, num_workers: int = 0
+) -> DataLoader:
     """A rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank.
 
     shuffle_seed: in another order each epoch, the same one on all ranks; without it in the data set's own.
+    num_workers: processes that prepare its batches.
     """
     shuffle = shuffle_seed is not None
     sampler = UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle, shuffle_seed or 0)
     # Each pass over a loader draws a seed, for worker processes. From the generator that dropout uses, it would make
     # dropout depend on how often a run is saved or validated.
-    own = torch.Generator()
-    return DataLoader(dataset, batch_size, sampler=sampler, generator=own, pin_memory=worker.device.type == "cuda")
+    return DataLoader(
+        dataset, batch_size, sampler=sampler, generator=torch.Generator(), pin_memory=worker.device.type == "cuda",
+        num_workers=num_workers, persistent_workers=num_workers > 0,
+    )  # fmt: skip
 
 
 def local_batch_size(global_batch_size: int, world_size: int, most: int = 0) -> int:

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,15 +22,17 @@ STEPS = 3 * 43
 
 
 @pytest.fixture
-def nodes(tmp_path, monkeypatch) -> Iterator[Cluster]:
+def nodes(monkeypatch) -> Iterator[Cluster]:
     """A head without CPUs, and two nodes of one each."""
-    monkeypatch.setenv("RAY_TMPDIR", f"/tmp/{tmp_path.name[:8]}-{os.getpid()}")  # Ray's sockets need short paths
+    notes = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # short: in it Ray makes sockets
+    monkeypatch.setenv("RAY_TMPDIR", notes.name)
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
     cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
     cluster.add_node(**NODE), cluster.add_node(**NODE)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
     cluster.shutdown()
+    notes.cleanup()
 
 
 def test_a_worker_a_node_and_the_driver_are_lost(nodes, tmp_path):

@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Literal
@@ -256,30 +257,32 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options that all programs here share."""
+    """The options of every program that has a configuration."""
     parser = cli.Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config-dir", default="config", help="folder of the two YAML files (default: ./%(default)s)")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="changes",
         help="change a key for this run, such as training.lr=3e-4; may be repeated")  # fmt: skip
+    add("--print-config", action="store_true", help="print the configuration as it would be used, and end")
     return parser
 
 
 def run_parser(description: str) -> argparse.ArgumentParser:
-    """The options of the programs that train."""
-    training = parser(description)
-    add = training.add_argument
-    add(
-        "--run-name", help="the run's folder under paths.model_save_dir (default: a new one, with the time in its name)"
-    )
-    add("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
-    add("--print-config", action="store_true", help="print the configuration as it would be used, and end")
-    return training
+    """These, and those of the programs whose runs have a name."""
+    runs = parser(description)
+    runs.add_argument("--run-name", help="the run's folder in paths.model_save_dir (default: a new one, by the time)")
+    runs.add_argument("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
+    return runs
 
 
-def in_yaml(config: Config) -> str:
-    """Both files in one, as YAML."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+def asked_for(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
+    """The options of the command line, and the configuration. Ends the program where it was only to be printed."""
+    options = parser.parse_args()
+    config = load(options.config_dir, options.changes)
+    if options.print_config:
+        print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
+        sys.exit()
+    return options, config
 
 
 def write(config: Config, folder: str | Path) -> None:

@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
-from shared.data import UnpaddedDistributedSampler
-from shared.distributed import Worker
 from training.config import Config
 
 PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")  # that every Python from 3.11 on has
@@ -187,15 +185,3 @@ def synthetic(num_samples: int) -> Splits:
     sizes = (num_samples - 2 * held_out, held_out, held_out)
     parts = [TensorDataset(*part) for part in zip(features.split(sizes), labels.split(sizes), strict=True)]
     return Splits(*parts, vocabulary=None, num_tokens=0, num_classes=CLASSES)
-
-
-def loader(
-    dataset: TensorDataset, batch_size: int, worker: Worker, num_workers: int = 0, seed: int | None = None
-) -> DataLoader:
-    """A rank's part of a data set, every sample to exactly one rank; with `seed` in another order each epoch."""
-    sampler = UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, seed is not None, seed or 0)
-    return DataLoader(
-        dataset, batch_size, sampler=sampler, num_workers=num_workers, persistent_workers=num_workers > 0,
-        pin_memory=worker.device.type == "cuda",
-        generator=torch.Generator(),  # else each epoch begun draws from the generator that dropout draws from
-    )  # fmt: skip

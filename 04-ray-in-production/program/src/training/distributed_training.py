@@ -23,11 +23,7 @@ from training import data, trainer, utils
 
 def main() -> None:
     """Check the configuration, claim the run's folder, start Ray, train."""
-    options = configuration.run_parser(__doc__).parse_args()
-    config = configuration.load(options.config_dir, options.changes)
-    if options.print_config:
-        print(configuration.in_yaml(config), end="")
-        return
+    options, config = configuration.asked_for(configuration.run_parser(__doc__))
     driver = cluster.Driver()
     fewest, most = config.cluster.num_workers
     place = utils.place(config, options, num_workers=fewest)

@@ -16,11 +16,7 @@ from training import data, trainer, utils
 
 def main() -> None:
     """Check the configuration, claim the run's folder, train."""
-    options = configuration.run_parser(__doc__).parse_args()
-    config = configuration.load(options.config_dir, options.changes)
-    if options.print_config:
-        print(configuration.in_yaml(config), end="")
-        return
+    options, config = configuration.asked_for(configuration.run_parser(__doc__))
     worker = distributed.join()
     place = utils.place(config, options, num_workers=0)
     with distributed.fail_together():

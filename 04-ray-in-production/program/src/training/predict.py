@@ -11,6 +11,7 @@ import sys
 import torch
 
 from shared import cli
+from shared.data import rank_loader
 from shared.distributed import UsageError, Worker
 from training import data, model, utils
 from training.config import Config
@@ -40,7 +41,7 @@ def main() -> None:
         test = data.load(config, data.prepare(config)).test
         correct = sum(
             int((network(*inputs).argmax(dim=1) == labels).sum())
-            for *inputs, labels in data.loader(test, 256, Worker())
+            for *inputs, labels in rank_loader(test, 256, Worker())
         )
         print(correct / len(test))
         return

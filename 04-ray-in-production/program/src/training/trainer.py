@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shared import checkpoint, cli, distributed, runs
-from shared.data import epoch_batches, local_batch_size
+from shared.data import epoch_batches, local_batch_size, rank_loader
 from shared.distributed import UsageError, Worker
 from training import data, model, utils
 from training.config import Config
@@ -77,8 +77,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(worker.device.type, enabled=training.precision == "fp16")
         distributed.seed_everything(training.seed + worker.rank)  # each rank draws dropout of its own
         self.progress = {"step": 0, "epoch": 0, **self.new_epoch(), "metrics": [], "options": {}}
-        self.loader = data.loader(
-            splits.train, training.batch_size // worker.world_size, worker, config.dataset.loader_workers, training.seed
+        self.loader = rank_loader(
+            splits.train, training.batch_size // worker.world_size, worker, training.seed, config.dataset.loader_workers
         )
 
     @staticmethod
@@ -94,6 +94,13 @@ class Trainer:
                 raise ValueError(f"the run was started with model.{key} = {saved.get(key)}, and now it is {value}")
         if state["vocabulary"] != self.splits.vocabulary:
             raise ValueError("the run was started with other data or another dataset.vocab_size or max_length")
+        before, after = state["config"]["training"], self.config.training.model_dump(mode="json")
+        for key in after:
+            if before.get(key) != after[key] and key not in ("epochs", "log_every", "early_stopping_patience"):
+                kept = ", which stays: it is restored" if key in ("lr", "lr_step_size", "lr_gamma") else ""
+                self.log(
+                    f"note: training.{key} was {before.get(key)}{kept}; now {after[key]}", state["progress"]["step"]
+                )
         self.progress = checkpoint.restore(state, self.model, self.optimizer, self.scheduler, self.worker)
         self.scaler.load_state_dict(state["scaler"])
         self.log(f"going on after step {self.progress['step']}", self.progress["step"])
@@ -223,7 +230,7 @@ class Trainer:
         """Mean loss and accuracy over a whole data set: sums over all ranks, divided once. Collective."""
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.worker.device)
-        for batch in data.loader(dataset, 256, self.worker):
+        for batch in rank_loader(dataset, 256, self.worker):
             logits, labels = self.forward(self.model, batch)
             loss = F.cross_entropy(logits, labels, reduction="sum")
             totals += torch.stack([loss.double(), (logits.argmax(dim=1) == labels).sum().double()])

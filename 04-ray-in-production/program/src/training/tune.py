@@ -51,11 +51,7 @@ def main() -> None:
     """Check the configuration, start Ray, search, write the winner."""
     parser = configuration.run_parser(__doc__)
     parser.add_argument("--out", required=True, help="folder for the best configuration, for --config-dir")
-    options = parser.parse_args()
-    config = configuration.load(options.config_dir, options.changes)
-    if options.print_config:
-        print(configuration.in_yaml(config), end="")
-        return
+    options, config = configuration.asked_for(parser)
     driver = cluster.Driver()
     place = utils.place(config, options, num_workers=1)
     with distributed.fail_together():

@@ -1,14 +1,13 @@
 """Logs, a run's folder on this machine, and its best checkpoint."""
 
 import json
-import os
 import socket
 import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from shared import checkpoint, ray_storage
+from shared import checkpoint, ray_storage, runs
 from shared.distributed import Worker
 from training.config import Config
 
@@ -66,12 +65,12 @@ def load_state(run: ray_storage.RayRun, path: Path | str) -> dict:
 
 
 def best_state(folder: str) -> tuple[str, dict]:
-    """Path and state of a run's checkpoint with the highest val_accuracy, of equals the earliest.
+    """Path and state of a run's checkpoint with the highest val_accuracy; of equals the newest, which is always kept.
 
     Raises ValueError where there is none that can be read.
     """
     run, best, problems = ray_storage.RayRun(folder), None, []
-    for path in reversed(run.list_newest_first()):
+    for path in run.list_newest_first():
         try:
             state = load_state(run, path)
         except (ValueError, OSError) as error:  # damaged, or just deleted since a better one has come
@@ -90,9 +89,7 @@ def write_metrics(config: Config, run: str, result: dict) -> Path:
     """Write a finished run's metrics.json, beside its logs, at once."""
     path = Path(config.paths.log_dir, run, "metrics.json").absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(".metrics.json.partial")
-    partial.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(partial, path)
+    runs.write_metrics(path, [result])
     return path
 
 
