@@ -187,7 +187,7 @@ def record_steps(progress: dict, step_losses: list[float], counts: list[int], se
     """
     for number, loss in enumerate(step_losses, progress["step"] + 1):
         if not math.isfinite(loss):
-            raise UsageError(f"diverged: the loss of step {number} is {loss} (not saved): try a smaller --lr")
+            raise UsageError(f"diverged: the loss of step {number} is {loss} (not saved): try a smaller learning rate")
     for loss, count in zip(step_losses, counts, strict=True):
         progress["loss_sum"] += loss * count
     progress["step"] += len(counts)

@@ -47,4 +47,7 @@ from shared.checks.chapter_4 import (  # noqa: F401
     exercise_4_1a,
     exercise_4_1b,
     exercise_4_1c,
+    exercise_4_2a,
+    exercise_4_2b,
+    exercise_4_2c,
 )

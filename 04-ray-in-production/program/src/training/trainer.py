@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared import checkpoint, cli, distributed, runs
 from shared.data import epoch_batches, local_batch_size, rank_loader
-from shared.distributed import UsageError, Worker
+from shared.distributed import Worker
 from training import data, model, utils
 from training.config import Config
 
@@ -185,10 +185,7 @@ class Trainer:
     def look(self, done: list[torch.Tensor], taken: list[int], seconds: float) -> None:
         """Note the steps just done in the progress and in the log. Collective."""
         losses, correct = distributed.global_sum(torch.stack(done)).T
-        try:
-            runs.record_steps(self.progress, losses.tolist(), taken, seconds)
-        except UsageError as error:
-            raise UsageError(str(error).replace("--lr", "training.lr")) from None
+        runs.record_steps(self.progress, losses.tolist(), taken, seconds)
         self.progress["correct"] += int(correct.sum())
         mean = sum(loss * count for loss, count in zip(losses.tolist(), taken, strict=True)) / sum(taken)
         accuracy, lr = correct.sum().item() / sum(taken), self.scheduler.get_last_lr()[0]
