@@ -24,6 +24,8 @@ def log_steps(rank: int, num_ranks: int) -> None:
     """From now on this process logs its steps, if it is rank 0."""
 
     def log_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if all(group["lr"] == 0 for group in optimizer.param_groups):
+            return  # no step: torch makes the state of a sharded optimizer so, before it loads it
         step = int(next(iter(optimizer.state.values()))["step"])
         with open(log, "a") as file:
             file.write(f"{time.time()} {step} {num_ranks}\n")

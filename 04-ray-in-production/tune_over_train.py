@@ -63,7 +63,7 @@ def main() -> None:
     with distributed.fail_together():
         data_folder = data.prepare(config)
     needs = Namespace(num_workers=num_workers, use_gpu=config.cluster.use_gpu)
-    cluster.start(needs, packages=[shared, training])
+    cluster.start(needs, spare_cpus=1, packages=[shared, training])  # a trial's hundredth costs a whole one
     storage = cli.path_or_uri(config.paths.model_save_dir)
     plain = config.model_dump(mode="json")
     plain["cluster"]["use_gpu"], plain["paths"]["model_save_dir"] = needs.use_gpu, storage

@@ -63,6 +63,7 @@ def test_4_1b_accepts(capsys):
     ("whole steps", lambda notice, poll, step, save: max(0, (notice - poll - save) / step)),
     ("not even one step", lambda notice, poll, step, save: max(1, ask_every(notice, poll, step, save))),
     ("not even one step", lambda notice, poll, step, save: math.floor((notice - poll - save) / step)),
+    ("exactly in time counts", lambda notice, poll, step, save: max(0, math.ceil((notice - poll - save) / step) - 1)),
     ("a number of steps", lambda *given: None),
 ])  # fmt: skip
 def test_4_1b_rejects(answer, because, capsys):
@@ -89,7 +90,8 @@ def test_4_1c_accepts(capsys):
     ("not done yet", stub),
     ("costs less an hour, and takes more hours", lambda offers, *hours: min(offers, key=offers.get)),
     ("failures, restarts and saving count", lambda *given: cheapest(*given, late=True)),
-    ("costs less an hour, and takes more hours", lambda *given: cheapest(*given, restarts=False)),
+    ("its restarts among them", lambda *given: cheapest(*given, restarts=False)),
+    ("hours and seconds together", lambda *given: math.exp(300 * 3600)),
     ("expected 'spot', you say 'full price'", lambda *given: cheapest(*given, hour=60)),
     ("expected 'spot', you say 'full price'", lambda *given: cheapest(*given, best=max)),
     ("the name of an offer", lambda *given: 114.4),

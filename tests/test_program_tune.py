@@ -45,12 +45,18 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, 
     searching = [*options(copy, "search", *SEARCH, one_by_one), "--out", "best"]
     process, deadline = begin(copy, tmp_path, "tune", *searching), time.monotonic() + LIMIT
     folder = tmp_path / "runs/search"
-    while not finished(folder):
+    done = {}
+    while not done:
         assert process.poll() is None and time.monotonic() < deadline, (tmp_path / "output").read_text()
         time.sleep(0.05)
+        if finished(folder):
+            process.send_signal(signal.SIGSTOP)  # Tune writes its note in place: let it not be in the middle of it
+            time.sleep(0.1)
+            done = finished(folder)
+            if not done:
+                process.send_signal(signal.SIGCONT)
     process.send_signal(signal.SIGKILL)
     assert process.wait(LIMIT) == -signal.SIGKILL
-    done = finished(folder)
     assert 1 <= len(done) < 4
 
     (tmp_path / "output").unlink()

@@ -65,6 +65,8 @@ def exercise_4_1b(ask_every: Callable[[float, float, float, float], int]) -> Non
             hint = f"Saving takes {save_s} s, and has to be done when the machine goes."
         elif seen == math.ceil(left / step_s):
             hint += f" {seen} steps take {seen * step_s} s: round down."
+        else:
+            hint += f" In {left} s there is room for {expected} steps of {step_s} s; exactly in time counts."
         raise Wrong(f"{call} is {expected}; you say {seen}. {hint}")
 
 
@@ -84,7 +86,10 @@ def exercise_4_1c(cheapest: Callable[[dict[str, tuple], float, float], str | Non
         (no_trap, 5, 40, "quick restarts"),
     ):
         times = {name: relative_time(*offer[1:]) for name, offer in given.items()}
-        seen = cheapest({name: tuple(offer) for name, offer in given.items()}, work_h, deadline_h)
+        try:
+            seen = cheapest({name: tuple(offer) for name, offer in given.items()}, work_h, deadline_h)
+        except OverflowError as error:
+            raise Wrong(f"{error}: did you put hours and seconds together? The formula wants one unit") from None
         if seen is not None and seen not in given:
             raise Wrong(f"return the name of an offer, or None; yours is {seen!r}")
         if seen != expected:
@@ -96,7 +101,7 @@ def exercise_4_1c(cheapest: Callable[[dict[str, tuple], float, float], str | Non
             if seen is not None and work_h * times[seen] > deadline_h:
                 hint = f" {seen!r} is done after {work_h * times[seen]:.1f} h: failures, restarts and saving count."
             elif seen is not None and expected is not None and given[seen][0] < given[expected][0]:
-                hint = f" {seen!r} costs less an hour, and takes more hours."
+                hint = f" {seen!r} costs less an hour, and takes more hours, its restarts among them."
             raise Wrong(
                 f"{work_h} hours of work within {deadline_h} hours: expected {expected!r}, you say {seen!r}. "
                 f"By the formula: {table}.{hint}"
@@ -225,7 +230,7 @@ def epochs_of_halving(trials: int, grace: int, factor: int, longest: int) -> int
         trials, reached, rung = max(1, trials // factor), rung, min(rung * factor, longest)
 
 
-@exercise("4.2c", "fewer trials, longer ones: no rung costs much more than another.")
+@exercise("4.2c", "fewer trials, longer ones: the bad ones cost little.")
 def exercise_4_2c(halving_epochs: Callable[[int, int, int, int], int]) -> None:
     """halving_epochs(trials, grace, factor, longest) -> the epochs of synchronous successive halving."""
     for trials, grace, factor, longest in (

@@ -110,9 +110,9 @@ def tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dic
 
 
 def space(config: Config) -> dict:
-    """What is drawn for each trial."""
+    """What is drawn for each trial; of the learning rate each power of ten is as likely as another."""
     lr = config.tuning.lr
-    return {"lr": tune.uniform(lr.lowest, lr.highest), "epochs": tune.choice(config.tuning.epochs)}
+    return {"lr": tune.loguniform(lr.lowest, lr.highest), "epochs": tune.choice(config.tuning.epochs)}
 
 
 def scheduler(config: Config) -> ASHAScheduler | None:

@@ -1,0 +1,135 @@
+"""Look at a cluster and at a run of the program on it, every 30 seconds, or --once.
+
+    python scripts/monitor_training.py /mnt/shared                      the newest run under /mnt/shared/logs
+    python scripts/monitor_training.py /mnt/shared --run-name RUN --once
+
+Prints the cluster's nodes and jobs, where RAY_API_SERVER_ADDRESS=http://HEAD:8265 says which; the run's newest line of
+each rank, its epochs and checkpoints; and draws its curves into logs/RUN/progress.png. It only reads the run's files,
+so it may be started, stopped (Ctrl-C) and started again at any time, on any machine that sees them.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+
+import matplotlib
+from ray.job_submission import JobSubmissionClient
+from ray.util.state import list_nodes
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+QUIET_S = 60  # a rank that has not written for so long is pointed out
+
+
+def main() -> None:
+    """Read the options, then look again and again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("storage", type=Path, help="the folder with the program's runs/ and logs/, as STORAGE")
+    parser.add_argument("--run-name", help="default: the run that has logged last")
+    parser.add_argument("--every", type=float, default=30, metavar="SECONDS", help="default: %(default)s")
+    parser.add_argument("--once", action="store_true", help="look once and end; exit code 1 where there is no run")
+    options = parser.parse_args()
+    if not options.storage.is_dir():
+        parser.error(f"{options.storage} is no folder")
+    if options.every <= 0:
+        parser.error(f"--every {options.every:g}: should be above 0")
+    while True:
+        run = newest_run(options.storage / "logs") if options.run_name is None else options.run_name
+        print(time.strftime("%Y-%m-%d %H:%M:%S"))
+        print(*cluster_lines(), *run_lines(options.storage, run), sep="\n", flush=True)
+        if options.once:
+            sys.exit(0 if run and (options.storage / "logs" / run).is_dir() else 1)
+        print(flush=True)
+        time.sleep(options.every)
+
+
+def cluster_lines() -> list[str]:
+    """The cluster's nodes and the jobs that are not over, or why it cannot be asked."""
+    address = os.environ.get("RAY_API_SERVER_ADDRESS")
+    if not address:
+        return ["cluster  not asked: RAY_API_SERVER_ADDRESS is not set"]
+    try:
+        nodes = list_nodes(address=address, timeout=10)
+        jobs = JobSubmissionClient(address).list_jobs()
+    except Exception as error:  # whatever it is, the run's files can still be read, and it may answer next time
+        return [f"cluster  {address} does not answer: {str(error).strip().splitlines()[0]}"]
+    alive = [node for node in nodes if node.state == "ALIVE"]
+    cpus, gpus = (sum(node.resources_total.get(name, 0) for node in alive) for name in ("CPU", "GPU"))
+    lines = [f"nodes    {len(alive)} alive, {len(nodes) - len(alive)} lost: {cpus:.0f} CPUs, {gpus:.0f} GPUs"]
+    for job in sorted((job for job in jobs if job.submission_id), key=lambda job: job.start_time or 0)[-5:]:
+        seconds = ((job.end_time or 1000 * time.time()) - (job.start_time or 1000 * time.time())) / 1000
+        lines.append(f"job      {job.submission_id}: {job.status.lower()}, {seconds:.0f} s")
+    return lines
+
+
+def newest_run(logs: Path) -> str | None:
+    """The name of the run that has logged last."""
+    found = sorted(logs.glob("*/*-rank-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    return found[-1].parent.name if found else None
+
+
+def run_lines(storage: Path, run: str | None) -> list[str]:
+    """What the files of a run say."""
+    if run is None or not (storage / "logs" / run).is_dir():
+        return [f"run      none in {storage / 'logs'}" + (f" is called {run}" if run else "")]
+    folder, lines = storage / "logs" / run, [f"run      {run}"]
+    of_rank = {}
+    for path in folder.glob("*-rank-*.jsonl"):
+        rows = read(path)
+        rank = int(path.stem.rpartition("-")[2])
+        if rows and (rank not in of_rank or rows[-1]["time"] > of_rank[rank][-1]["time"]):
+            of_rank[rank] = rows  # a rank that was started again may have moved to another node
+    for rank, rows in sorted(of_rank.items()):
+        newest = rows[-1]
+        age = time.time() - datetime.fromisoformat(newest["time"]).timestamp()
+        ended = (folder / "metrics.json").exists()
+        warning = f"   <-- nothing for {age:.0f} s" if age > QUIET_S and not ended else ""
+        lines.append(f"rank {rank:<3} {newest['node']}: step {newest['step']}: {newest['message']}{warning}")
+    if 0 in of_rank:
+        draw(folder / "progress.png", run, of_rank[0])
+        lines.append(f"curves   {folder / 'progress.png'}")
+    stored = sorted((storage / "runs" / run).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    if stored:
+        age = time.time() - stored[-1].stat().st_mtime
+        lines.append(f"stored   {len(stored)} checkpoints, the newest {stored[-1].name}, {age:.0f} s ago")
+    return lines
+
+
+def read(path: Path) -> list[dict]:
+    """The lines of a log that are whole: the last one may be being written."""
+    rows = []
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def draw(path: Path, run: str, rows: list[dict]) -> None:
+    """Loss and accuracy over the steps. After a resume the later of two lines of one step counts."""
+    steps = {row["step"]: row for row in rows if "loss" in row}
+    epochs = {row["step"]: row for row in rows if "val_loss" in row}
+    figure, (losses, accuracies) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
+    for axes, name in ((losses, "loss"), (accuracies, "accuracy")):
+        axes.plot(sorted(steps), [steps[step][name] for step in sorted(steps)], label="training", linewidth=1)
+        axes.plot(sorted(epochs), [epochs[step][f"val_{name}"] for step in sorted(epochs)], "o-", label="validation")
+        axes.set(title=f"{run}: {name}", xlabel="step")
+        axes.legend(frameon=False)
+    half = path.with_name(f".{path.name}")
+    figure.savefig(half, format="png", dpi=100)
+    plt.close(figure)
+    half.replace(path)  # whoever looks at it sees a whole picture
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except KeyboardInterrupt:
+        print("\nstopped looking; the run goes on")
+        sys.exit(130)

@@ -1,0 +1,333 @@
+"""Is this Ray cluster fit for training? A checklist that runs: each item [OK], or [FAIL] with what to do.
+
+    python scripts/verify_cluster.py /mnt/shared             within a minute
+    python scripts/verify_cluster.py /mnt/shared --all       also: a killed worker is replaced, GPUs are kept busy
+    python scripts/verify_cluster.py /mnt/shared --json      the same for machines
+
+The folder is the storage that training is to use. Start it on a node of the cluster with RAY_ADDRESS=HEAD:6379, or
+without RAY_ADDRESS on a Ray of its own on this machine. Exit code 1 where an item fails, 2 where nothing can be
+checked.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import uuid
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
+from pathlib import Path
+
+os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")  # what workers say when one is killed; read when ray is imported
+import ray
+import ray.train
+import torch
+import torch.distributed as dist
+from ray.train.torch import TorchConfig, TorchTrainer
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from shared import cli, cluster
+from shared.distributed import UsageError, gather_objects
+
+PACKAGES = ("ray", "torch", "numpy", "pyarrow")
+CLOCKS_S = 1.0  # two clocks may differ by so much: checkpoints are told apart by name, logs by time
+FREE_GB = 5
+PATIENCE_S = 60  # for a node's first worker process
+MEGABYTES = 16  # of an all-reduce
+STEPS, KILLED_AFTER = 6, 4
+
+
+class Failed(Exception):
+    """An item that is not as it has to be: what was seen, and what to do."""
+
+    def __init__(self, seen: str, fix: str) -> None:
+        super().__init__(seen)
+        self.fix = fix
+
+
+def look_around(storage: str, name: str) -> dict:
+    """Runs on each node: what is it, and does it see the storage? Leaves a file there."""
+    try:
+        (Path(storage) / name / ray.get_runtime_context().get_node_id()).write_text(socket.gethostname())
+        problem = None
+    except OSError as error:
+        problem = f"{error.strerror}: {error.filename}"
+    return {
+        "host": socket.gethostname(),
+        "time": time.time(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+        "gpus": torch.cuda.device_count(),
+        "free_gb": shutil.disk_usage(tempfile.gettempdir()).free / 1e9,
+        "storage": problem,
+    }
+
+
+def train_worker(config: dict) -> list[dict]:
+    """Runs on each worker: some steps of DDP, an all-reduce that is timed, a checkpoint; on a second try it goes on."""
+    context, device, first = ray.train.get_context(), ray.train.torch.get_device(), 0
+    rank, world = context.get_world_rank(), context.get_world_size()
+    torch.manual_seed(rank)  # DDP has to make them equal
+    model = ray.train.torch.prepare_model(torch.nn.Linear(256, 256))
+    if newest := ray.train.get_checkpoint():
+        with newest.as_directory() as folder:
+            first = torch.load(f"{folder}/state.pt", weights_only=True)["step"]
+    for step in range(first + 1, STEPS + 1):
+        loss = model(torch.randn(32, 256, device=device)).square().mean()
+        model.zero_grad()
+        loss.backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 0.1 * parameter.grad
+        reported = None
+        folder = tempfile.mkdtemp()
+        if rank == 0:
+            torch.save({"step": step}, f"{folder}/state.pt")
+            reported = ray.train.Checkpoint.from_directory(folder)
+        ray.train.report({"step": step, "first": first}, checkpoint=reported)
+        shutil.rmtree(folder, ignore_errors=True)
+        if config["kill"] and step == KILLED_AFTER and first == 0 and rank == world - 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    weight = torch.nn.utils.parameters_to_vector(model.parameters()).double()
+    lowest, highest = weight.clone(), weight.clone()
+    dist.all_reduce(lowest, dist.ReduceOp.MIN)
+    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    numbers = torch.full((MEGABYTES * 2**18,), float(rank), device=device)
+    dist.all_reduce(numbers)
+    rank_sum = float(numbers[0])  # of 0 to world - 1
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    for _ in range(3):
+        dist.all_reduce(numbers)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = (time.perf_counter() - started) / 3
+
+    # Written by rank 0; the last rank reads it, from another node where there are several.
+    with ray.train.get_all_reported_checkpoints()[-1].checkpoint.as_directory() as stored:
+        step = torch.load(f"{stored}/state.pt", weights_only=True)["step"]
+    busy = keep_busy(device, 5) if config["busy"] and device.type == "cuda" else None
+    mine = {
+        "node": ray.get_runtime_context().get_node_id(), "read_step": step, "first": first, "busy": busy,
+        "equal_weights": bool((lowest == highest).all()), "rank_sum": rank_sum, "mb_per_s": MEGABYTES / seconds,
+    }  # fmt: skip
+    return gather_objects(mine)
+
+
+def keep_busy(device: torch.device, seconds: float) -> int | None:
+    """Multiply matrices; the GPU's use in percent after that time, None where NVML cannot be asked."""
+    matrix = torch.randn(4096, 4096, device=device)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for _ in range(20):
+            matrix = (matrix @ matrix).clamp(-1, 1)
+        torch.cuda.synchronize()
+    try:
+        return torch.cuda.utilization(device)
+    except (ModuleNotFoundError, RuntimeError):
+        return None
+
+
+class Checklist:
+    """The items, in their order, each printed as soon as it is known."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.quiet, self.items = quiet, []
+
+    def note(self, name: str, check: Callable[[], str]) -> bool:
+        """Run a check, which returns what it has seen or raises Failed."""
+        try:
+            item = {"name": name, "ok": True, "seen": check(), "fix": ""}
+        except Failed as error:
+            item = {"name": name, "ok": False, "seen": str(error), "fix": error.fix}
+        self.items.append(item)
+        if not self.quiet:
+            fix = "" if item["ok"] else f"\n       {item['fix']}"
+            print(f"{'[OK]  ' if item['ok'] else '[FAIL]'} {name}: {item['seen']}{fix}", flush=True)
+        return item["ok"]
+
+
+def main() -> None:
+    """Ask every node, then train on all of them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("storage", type=os.path.abspath, help="the folder that training is to use, on all nodes")
+    parser.add_argument("--all", action="store_true", help="kill a worker too, and keep GPUs busy: a minute more")
+    parser.add_argument("--json", action="store_true", help="print the items as JSON, and nothing else")
+    parser.add_argument("--nodes", type=cli.positive_int, help="how many nodes there should be (default: any number)")
+    options = parser.parse_args()
+    if not os.path.isdir(options.storage):
+        raise UsageError(f"{options.storage} is no folder on this machine")
+    asked = Namespace(num_workers=1, use_gpu=None)
+    with contextlib.redirect_stdout(sys.stderr):  # of --json standard output is to hold nothing else
+        cluster.start(asked)
+    checklist = Checklist(quiet=options.json)
+    with tempfile.TemporaryDirectory(prefix=".verify-", dir=options.storage, ignore_cleanup_errors=True) as folder:
+        os.chmod(folder, 0o777)
+        if ask_nodes(checklist, options, Path(folder).name):
+            train(checklist, options, folder, asked.use_gpu)
+    failed = sum(not item["ok"] for item in checklist.items)
+    words = json.dumps(checklist.items, indent=1) if options.json else f"{len(checklist.items)} items, {failed} failed"
+    print(words, flush=True)
+    cluster.stop_at_once()  # also where a training hangs
+    os._exit(1 if failed else 0)
+
+
+def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> bool:
+    """The items that need no training. Whether it makes sense to go on."""
+    alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
+    look = ray.remote(num_cpus=0, max_retries=0)(look_around)
+    asked, sent = {}, time.time()
+    for node in alive:
+        here = NodeAffinitySchedulingStrategy(node, soft=False)
+        asked[look.options(scheduling_strategy=here).remote(options.storage, name)] = node
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE_S)
+    seen, took = {asked[each]: ray.get(each) for each in answered}, time.time() - sent
+    names = {node: f"{alive[node]['NodeManagerAddress']} ({node[:8]})" for node in alive}
+
+    def nodes() -> str:
+        if silent:
+            silence = ", ".join(names[asked[each]] for each in silent)
+            raise Failed(f"no worker started within {PATIENCE_S} s on {silence}", "look into its raylet's log; stop it")
+        if options.nodes and len(alive) != options.nodes:
+            raise Failed(f"{len(alive)} of {options.nodes}", "`ray status`; on the missing one: can it reach the head?")
+        return f"{len(alive)}, a worker process on each"
+
+    def clocks() -> str:
+        # Each was asked between `sent` and now: only a clock outside of that is surely wrong.
+        wrong = max(max(sent - each["time"], each["time"] - sent - took) for each in seen.values())
+        if wrong > CLOCKS_S:
+            raise Failed(f"a clock is wrong by at least {wrong:.1f} s", "run an NTP client (chrony) on all nodes")
+        return f"apart by less than {CLOCKS_S:.0f} s, as far as can be told"
+
+    def packages() -> str:
+        kinds = {json.dumps([each["python"], each["packages"]]) for each in seen.values()}
+        if len(kinds) > 1:
+            raise Failed(" / ".join(sorted(kinds)), "the same image, or the same requirements.txt, on all nodes")
+        here = next(iter(seen.values()))
+        return f"Python {here['python']}, " + ", ".join(f"{name} {number}" for name, number in here["packages"].items())
+
+    def disks() -> str:
+        least = min(each["free_gb"] for each in seen.values())
+        if least < FREE_GB:
+            raise Failed(f"{least:.1f} GB free in a temporary folder", "Ray spills objects there: make room")
+        return f"at least {least:.0f} GB free"
+
+    def storage() -> str:
+        bad = [f"{names[node]} ({each['storage']})" for node, each in seen.items() if each["storage"]]
+        found = len(os.listdir(Path(options.storage) / name))
+        if bad or found != len(seen):
+            missing = ", ".join(bad) or f"{len(seen) - found} nodes wrote somewhere else"
+            raise Failed(f"{options.storage} is not one folder: {missing}", "mount it on all nodes at this path")
+        return f"{options.storage} is written by every node"
+
+    def gpus() -> str:
+        wrong = [
+            f"{names[node]}: {each['gpus']} instead of {alive[node]['Resources'].get('GPU', 0):.0f}"
+            for node, each in seen.items()
+            if alive[node]["Resources"].get("GPU", 0) > 0 and each["gpus"] == 0
+        ]
+        if wrong:
+            raise Failed(", ".join(wrong), "driver and CUDA version of torch: `nvidia-smi`, torch.cuda.is_available()")
+        total = ray.cluster_resources().get("GPU", 0)
+        return f"{total:.0f} in Ray's books, seen by torch" if total else "none here"
+
+    fine = checklist.note("nodes", nodes)
+    checks = {"clocks": clocks, "packages": packages, "disks": disks, "storage": storage, "GPUs": gpus}
+    return all([checklist.note(name, check) for name, check in checks.items() if seen]) and fine and bool(seen)
+
+
+def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gpu: bool) -> None:
+    """The items that a short training shows."""
+    kind = "GPU" if use_gpu else "CPU"
+    able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(kind, 0) >= 1]
+    total = int(ray.cluster_resources().get(kind, 0))
+    workers = total if use_gpu else max(len(able), min(2, total))
+    spread = "STRICT_SPREAD" if workers == len(able) else "SPREAD"
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config={"kill": options.all, "busy": options.all},
+        torch_config=TorchConfig(timeout_s=60),
+        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu, placement_strategy=spread),
+        run_config=ray.train.RunConfig(
+            name=f"verify-{uuid.uuid4().hex[:8]}",
+            storage_path=folder,
+            failure_config=ray.train.FailureConfig(max_failures=1 if options.all else 0),
+        ),
+    )
+    started = time.monotonic()
+    fit = ThreadPoolExecutor(1).submit(trainer.fit)
+    limit = 300 if options.all else 120
+
+    def training() -> str:
+        try:
+            result = fit.result(timeout=limit)
+        except TimeoutError:
+            fix = "`ray status`: are others using the cluster? Is a port closed between the nodes?"
+            raise Failed(f"no end after {limit} s", fix) from None
+        except ray.train.TrainingFailedError as error:
+            reason = str(error).strip().splitlines()[-1]
+            raise Failed(reason, "nodes on several networks: NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME") from None
+        nodes = len({each["node"] for each in result.return_value})
+        if nodes < len(able):
+            raise Failed(f"workers on {nodes} of {len(able)} nodes", "`ray status`: what uses the others?")
+        return f"{workers} workers on {nodes} nodes, {STEPS} steps, in {time.monotonic() - started:.0f} s"
+
+    def metrics() -> str:
+        step = fit.result().metrics["step"]
+        if step != STEPS:
+            raise Failed(f"the driver was told of step {step} of {STEPS}", "look into the controller's log")
+        return f"{STEPS} reports, the last of step {step}"
+
+    def weights() -> str:
+        if not all(each["equal_weights"] for each in fit.result().return_value):
+            raise Failed("the workers' weights differ after training", "is the model wrapped by prepare_model?")
+        return "equal on all workers to the last bit, though they began with different ones"
+
+    def all_reduce() -> str:
+        ranks, told = range(workers), [each["rank_sum"] for each in fit.result().return_value]
+        if set(told) != {float(sum(ranks))}:
+            raise Failed(f"sums {told} instead of {sum(ranks)}", "drivers, NCCL, and memory of the nodes")
+        slowest = min(each["mb_per_s"] for each in fit.result().return_value)
+        return f"the right sum; {MEGABYTES} MiB at {slowest:.0f} MiB/s"
+
+    def checkpoints() -> str:
+        steps = {each["read_step"] for each in fit.result().return_value}
+        if steps != {STEPS}:
+            raise Failed(f"read steps {steps} instead of {STEPS}", "is the storage one folder, without a cache?")
+        return "written by one worker, read by all"
+
+    def recovery() -> str:
+        first = fit.result().return_value[0]["first"]
+        if first == 0:
+            raise Failed("the workers began anew", "look into the controller's log")
+        return f"a worker was killed, and the others went on with a new one after step {first}"
+
+    def busy() -> str:
+        used = [each["busy"] for each in fit.result().return_value]
+        if None in used:
+            return "not measured: NVML does not answer (pip install nvidia-ml-py)"
+        if min(used) < 80:
+            raise Failed(f"{min(used)} % busy in a matrix product", "who else uses it? `nvidia-smi`")
+        return f"at least {min(used)} % in a matrix product"
+
+    if checklist.note("training", training):
+        checks = {"metrics": metrics, "weights": weights, "all-reduce": all_reduce, "checkpoints": checkpoints}
+        checks |= {"recovery": recovery} if options.all else {}
+        checks |= {"GPUs busy": busy} if options.all and use_gpu else {}
+        for name, check in checks.items():
+            checklist.note(name, check)
+
+
+if __name__ == "__main__":
+    cli.run(main)
