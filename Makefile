@@ -32,7 +32,7 @@ UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(
 	touch $@
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
-	$(PIP) -r requirements-dev.txt
+	$(UV) -r requirements-dev.txt || $(PIP) -r requirements-dev.txt
 	touch $@
 
 # --allow-root: in a container or a cloud's workspace the user often is root, and Jupyter would not start.
@@ -41,7 +41,7 @@ lab: .venv/installed
 	$(BIN)/jupyter lab --allow-root --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
 # Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
-test: .venv/installed
+test: .venv/installed-dev
 	$(BIN)/python benchmarks/calibrate.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests 0*-*/
