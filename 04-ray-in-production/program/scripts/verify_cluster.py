@@ -26,6 +26,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
+from typing import TextIO
 
 os.environ.setdefault("RAY_LOG_TO_DRIVER", "0")  # what workers say when one is killed; read when ray is imported
 import ray
@@ -142,8 +143,8 @@ def keep_busy(device: torch.device, seconds: float) -> int | None:
 class Checklist:
     """The items, in their order, each printed as soon as it is known."""
 
-    def __init__(self, quiet: bool) -> None:
-        self.quiet, self.items = quiet, []
+    def __init__(self, out: TextIO | None) -> None:
+        self.out, self.items = out, []
 
     def note(self, name: str, check: Callable[[], str]) -> bool:
         """Run a check, which returns what it has seen or raises Failed."""
@@ -152,9 +153,9 @@ class Checklist:
         except Failed as error:
             item = {"name": name, "ok": False, "seen": str(error), "fix": error.fix}
         self.items.append(item)
-        if not self.quiet:
+        if self.out:
             fix = "" if item["ok"] else f"\n       {item['fix']}"
-            print(f"{'[OK]  ' if item['ok'] else '[FAIL]'} {name}: {item['seen']}{fix}", flush=True)
+            print(f"{'[OK]  ' if item['ok'] else '[FAIL]'} {name}: {item['seen']}{fix}", file=self.out, flush=True)
         return item["ok"]
 
 
@@ -168,14 +169,14 @@ def main() -> None:
     options = parser.parse_args()
     if not os.path.isdir(options.storage):
         raise UsageError(f"{options.storage} is no folder on this machine")
-    asked = Namespace(num_workers=1, use_gpu=None)
-    with contextlib.redirect_stdout(sys.stderr):  # of --json standard output is to hold nothing else
+    asked, out = Namespace(num_workers=1, use_gpu=None), sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # what Ray says; standard output holds the items alone
         cluster.start(asked)
-    checklist = Checklist(quiet=options.json)
-    with tempfile.TemporaryDirectory(prefix=".verify-", dir=options.storage, ignore_cleanup_errors=True) as folder:
-        os.chmod(folder, 0o777)
-        if ask_nodes(checklist, options, Path(folder).name):
-            train(checklist, options, folder, asked.use_gpu)
+        checklist = Checklist(None if options.json else out)
+        with tempfile.TemporaryDirectory(prefix=".verify-", dir=options.storage, ignore_cleanup_errors=True) as folder:
+            os.chmod(folder, 0o777)
+            if ask_nodes(checklist, options, Path(folder).name):
+                train(checklist, options, folder, asked.use_gpu)
     failed = sum(not item["ok"] for item in checklist.items)
     words = json.dumps(checklist.items, indent=1) if options.json else f"{len(checklist.items)} items, {failed} failed"
     print(words, flush=True)
