@@ -118,13 +118,17 @@ stop() {
     local host pid failed=0
     # Not `ray stop`: it ends every Ray process of a machine, whoever has started it. The head goes last.
     while read -r host pid; do
-        on "$host" <<END || { echo "$host: process $pid is still there" >&2; failed=1; }
+        if on "$host" <<END; then
 is_ours() { ps -o args= -p $pid 2> /dev/null | grep -q "ray.* start --block"; }
 is_ours && kill $pid
-for _ in \$(seq 150); do is_ours || exit 0; sleep 0.2; done
+for _ in \$(seq 600); do is_ours || exit 0; sleep 0.2; done
 exit 1
 END
-        echo "$host: process $pid has ended"
+            echo "$host: process $pid has ended"
+        else
+            echo "$host: process $pid is still there after two minutes" >&2
+            failed=1
+        fi
     done < <(tac "$NOTES/nodes")
     [ "$failed" = 0 ] || exit 1
     rm -f "$NOTES/nodes" "$NOTES/env" "$NOTES/token"
