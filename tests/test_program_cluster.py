@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def test_a_cluster_is_started_verified_trained_on_watched_and_stopped(on_cluster
     words = (folder / "env").read_text().replace("export ", "").split()
     cluster = dict(word.split("=", maxsplit=1) for word in words)
     assert (folder / "token").stat().st_mode & 0o077 == 0  # nobody else reads it
-    assert "there is a cluster" in call(SETUP, "start", "localhost", code=2, **notes).replace("knows a", "there is a")
+    assert "knows a cluster: stop it first" in call(SETUP, "start", "localhost", code=2, **notes)
     pids = [int(line.split()[1]) for line in (folder / "nodes").read_text().splitlines()]
     started = [each for pid in pids for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]]
 
@@ -122,8 +123,6 @@ def test_what_the_shell_scripts_refuse(command, variables, words, tmp_path):
 
 
 def test_a_port_that_is_taken_and_a_host_that_does_not_answer(tmp_path):
-    import socket
-
     notes = {"RAY_CLUSTER_DIR": str(tmp_path / "notes"), "DASHBOARD_PORT": "0"}
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -17,6 +17,8 @@
 set -euo pipefail
 
 NOTES=${RAY_CLUSTER_DIR:-$HOME/.ray-cluster}
+THERE="\"\$HOME/.ray-cluster\""  # on a host, where the home may be another one
+[ -z "${RAY_CLUSTER_DIR:-}" ] || THERE=$(printf %q "$NOTES")
 PYTHON=${PYTHON:-$(command -v python || true)}
 FREE_PORT='import socket, sys
 wanted = int(sys.argv[1])
@@ -47,8 +49,8 @@ start_node() {
     pid=$(on "$host" <<END
 set -eu
 umask 077
-mkdir -p $(printf %q "$NOTES")
-cd $(printf %q "$NOTES")
+mkdir -p $THERE
+cd $THERE
 printf %s $(printf %q "$TOKEN") > token
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="\$PWD/token"
 export DASHBOARD_METRIC_PORT=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0)

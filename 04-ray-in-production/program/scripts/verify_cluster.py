@@ -11,6 +11,7 @@ checked.
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -36,7 +37,7 @@ import torch.distributed as dist
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shared import cli, cluster
+from shared import checkpoint, cli, cluster, ray_storage
 from shared.distributed import UsageError, gather_objects
 
 PACKAGES = ("ray", "torch", "numpy", "pyarrow")
@@ -64,7 +65,6 @@ def look_around(storage: str, name: str) -> dict:
         problem = f"{error.strerror}: {error.filename}"
     return {
         "host": socket.gethostname(),
-        "time": time.time(),
         "python": platform.python_version(),
         "packages": {name: version(name) for name in PACKAGES},
         "gpus": torch.cuda.device_count(),
@@ -75,13 +75,12 @@ def look_around(storage: str, name: str) -> dict:
 
 def train_worker(config: dict) -> list[dict]:
     """Runs on each worker: some steps of DDP, an all-reduce that is timed, a checkpoint; on a second try it goes on."""
-    context, device, first = ray.train.get_context(), ray.train.torch.get_device(), 0
-    rank, world = context.get_world_rank(), context.get_world_size()
+    worker, first = cluster.worker(), 0
+    rank, device = worker.rank, worker.device
     torch.manual_seed(rank)  # DDP has to make them equal
     model = ray.train.torch.prepare_model(torch.nn.Linear(256, 256))
     if newest := ray.train.get_checkpoint():
-        with newest.as_directory() as folder:
-            first = torch.load(f"{folder}/state.pt", weights_only=True)["step"]
+        first = step_in(newest)
     for step in range(first + 1, STEPS + 1):
         loss = model(torch.randn(32, 256, device=device)).square().mean()
         model.zero_grad()
@@ -89,20 +88,11 @@ def train_worker(config: dict) -> list[dict]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
-        reported = None
-        folder = tempfile.mkdtemp()
-        if rank == 0:
-            torch.save({"step": step}, f"{folder}/state.pt")
-            reported = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"step": step, "first": first}, checkpoint=reported)
-        shutil.rmtree(folder, ignore_errors=True)
-        if config["kill"] and step == KILLED_AFTER and first == 0 and rank == world - 1:
+        ray_storage.report({"progress": {"step": step}}, {"step": step}, worker)
+        if config["kill"] and step == KILLED_AFTER and first == 0 and rank == worker.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    weight = torch.nn.utils.parameters_to_vector(model.parameters()).double()
-    lowest, highest = weight.clone(), weight.clone()
-    dist.all_reduce(lowest, dist.ReduceOp.MIN)
-    dist.all_reduce(highest, dist.ReduceOp.MAX)
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach().cpu().numpy()
     numbers = torch.full((MEGABYTES * 2**18,), float(rank), device=device)
     dist.all_reduce(numbers)
     rank_sum = float(numbers[0])  # of 0 to world - 1
@@ -115,15 +105,19 @@ def train_worker(config: dict) -> list[dict]:
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - started) / 3
 
-    # Written by rank 0; the last rank reads it, from another node where there are several.
-    with ray.train.get_all_reported_checkpoints()[-1].checkpoint.as_directory() as stored:
-        step = torch.load(f"{stored}/state.pt", weights_only=True)["step"]
+    step = step_in(ray.train.get_all_reported_checkpoints()[-1].checkpoint)  # written by rank 0, read by all
     busy = keep_busy(device, 5) if config["busy"] and device.type == "cuda" else None
     mine = {
         "node": ray.get_runtime_context().get_node_id(), "read_step": step, "first": first, "busy": busy,
-        "equal_weights": bool((lowest == highest).all()), "rank_sum": rank_sum, "mb_per_s": MEGABYTES / seconds,
+        "weights": hashlib.sha256(weights.tobytes()).hexdigest(), "rank_sum": rank_sum, "mb_per_s": MEGABYTES / seconds,
     }  # fmt: skip
     return gather_objects(mine)
+
+
+def step_in(stored: ray.train.Checkpoint) -> int:
+    """The step in a checkpoint."""
+    with stored.as_directory() as folder:
+        return checkpoint.load(Path(folder) / ray_storage.STATE_FILE)["progress"]["step"]
 
 
 def keep_busy(device: torch.device, seconds: float) -> int | None:
@@ -177,6 +171,8 @@ def main() -> None:
             os.chmod(folder, 0o777)
             if ask_nodes(checklist, options, Path(folder).name):
                 train(checklist, options, folder, asked.use_gpu)
+            else:
+                checklist.note("training", not_tried)
     failed = sum(not item["ok"] for item in checklist.items)
     words = json.dumps(checklist.items, indent=1) if options.json else f"{len(checklist.items)} items, {failed} failed"
     print(words, flush=True)
@@ -184,16 +180,19 @@ def main() -> None:
     os._exit(1 if failed else 0)
 
 
+def not_tried() -> str:
+    """Without sound nodes and a storage it would only hang, or fail for a reason that is known."""
+    raise Failed("not tried", "mend what failed above first")
+
+
 def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> bool:
     """The items that need no training. Whether it makes sense to go on."""
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
-    asked, sent = {}, time.time()
-    for node in alive:
-        here = NodeAffinitySchedulingStrategy(node, soft=False)
-        asked[look.options(scheduling_strategy=here).remote(options.storage, name)] = node
+    on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in alive}
+    asked = {look.options(scheduling_strategy=on[node]).remote(options.storage, name): node for node in alive}
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE_S)
-    seen, took = {asked[each]: ray.get(each) for each in answered}, time.time() - sent
+    seen = {asked[each]: ray.get(each) for each in answered}
     names = {node: f"{alive[node]['NodeManagerAddress']} ({node[:8]})" for node in alive}
 
     def nodes() -> str:
@@ -205,11 +204,16 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
         return f"{len(alive)}, a worker process on each"
 
     def clocks() -> str:
-        # Each was asked between `sent` and now: only a clock outside of that is surely wrong.
-        wrong = max(max(sent - each["time"], each["time"] - sent - took) for each in seen.values())
-        if wrong > CLOCKS_S:
-            raise Failed(f"a clock is wrong by at least {wrong:.1f} s", "run an NTP client (chrony) on all nodes")
-        return f"apart by less than {CLOCKS_S:.0f} s, as far as can be told"
+        read, surely, at_most = ray.remote(num_cpus=0)(lambda: time.time()), 0.0, 0.0
+        for node in seen:  # one after the other, by processes that have started: the answers take milliseconds
+            sent = time.time()
+            there = ray.get(read.options(scheduling_strategy=on[node]).remote(), timeout=PATIENCE_S)
+            got = time.time()
+            surely = max(surely, sent - there, there - got)
+            at_most = max(at_most, got - there, there - sent)
+        if surely > CLOCKS_S:
+            raise Failed(f"a clock is wrong by {surely:.1f} s or more", "run an NTP client (chrony) on all nodes")
+        return f"none is farther than {at_most:.2f} s from this one"
 
     def packages() -> str:
         kinds = {json.dumps([each["python"], each["packages"]]) for each in seen.values()}
@@ -236,7 +240,7 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
         wrong = [
             f"{names[node]}: {each['gpus']} instead of {alive[node]['Resources'].get('GPU', 0):.0f}"
             for node, each in seen.items()
-            if alive[node]["Resources"].get("GPU", 0) > 0 and each["gpus"] == 0
+            if each["gpus"] < alive[node]["Resources"].get("GPU", 0)
         ]
         if wrong:
             raise Failed(", ".join(wrong), "driver and CUDA version of torch: `nvidia-smi`, torch.cuda.is_available()")
@@ -291,7 +295,7 @@ def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gp
         return f"{STEPS} reports, the last of step {step}"
 
     def weights() -> str:
-        if not all(each["equal_weights"] for each in fit.result().return_value):
+        if len({each["weights"] for each in fit.result().return_value}) > 1:
             raise Failed("the workers' weights differ after training", "is the model wrapped by prepare_model?")
         return "equal on all workers to the last bit, though they began with different ones"
 
