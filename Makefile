@@ -50,6 +50,7 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py
 	$(BIN)/python benchmarks/bench_ray.py
 	$(BIN)/python benchmarks/bench_sharded.py
+	$(BIN)/python benchmarks/bench_network.py
 	$(BIN)/python 04-ray-in-production/elastic.py --out benchmarks/results
 
 diffs: .venv/installed

@@ -31,6 +31,10 @@ TIMES_THAT_HOLD: dict[tuple[str, str], str] = {
     ("03-fsdp-deepspeed/02_fsdp2.ipynb", "cell-63"): "the storage that is waited for sleeps half a second",
     ("04-ray-in-production/01_failures.ipynb", "notice"): "it asserts that Ray has taken the notice, not when",
     ("04-ray-in-production/01_failures.ipynb", "measured"): "simulation and formula agree, whatever a checkpoint costs",
+    ("04-ray-in-production/03_watching.ipynb", "same"): "a source sleeps in each step, and all ranks wait for it",
+    ("04-ray-in-production/03_watching.ipynb", "reveal"): "the drawn rank's source sleeps in each of these steps",
+    ("04-ray-in-production/03_watching.ipynb", "watch-80"): "the source that is timed sleeps as long",
+    ("04-ray-in-production/03_watching.ipynb", "repeats"): "the seconds are made up, from fixed seeds",
 }
 
 

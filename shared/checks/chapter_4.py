@@ -2,9 +2,9 @@
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from shared.checks.machinery import Wrong, exercise
+from shared.checks.machinery import Wrong, exercise, expect_close
 
 # --- Lesson 4.1: failures --------------------------------------------------------------------------------------------
 
@@ -258,3 +258,309 @@ def exercise_4_2c(halving_epochs: Callable[[int, int, int, int], int]) -> None:
         if seen == anew:
             hint += " A trial that goes on does not begin anew: count only what it adds."
         raise Wrong(f"{call} is {seen:g}, expected {expected}. {hint}")
+
+
+# --- Lesson 4.3: watching a run --------------------------------------------------------------------------------------
+
+
+@exercise("4.3a", "the slow rank is the one with too much work of its own, and mostly there is none.")
+def exercise_4_3a(straggler: Callable[..., int | None]) -> None:
+    """straggler(lines, factor=1.3) -> the rank with the most own work, or None where it is not far above the others."""
+    healthy = {0: [0.10] * 9, 1: [0.11] * 9, 2: [0.10] * 9, 3: [0.105] * 9}
+    spike = {**healthy, 2: [0.10] * 8 + [5.0]}
+    two_slow = {**healthy, 0: [0.20] * 9, 3: [0.15] * 9}
+    for works, factor, expected, why in (
+        ({**healthy, 1: [0.40] * 9}, 1.3, 1, "its own work is 0.4 s a step, that of the others 0.1"),
+        (healthy, 1.3, None, "no rank works 1.3 times as long as the others: nobody is a straggler"),
+        (spike, 1.3, None, "rank 2 had one long step among nine; a median does not mind"),
+        (two_slow, 1.3, 0, "ranks 0 and 3 are both slow, and 0 is the slower one"),
+        ({**healthy, 1: [0.14] * 9}, 1.3, 1, "0.14 s is more than 1.3 times the median of the others, 0.1"),
+        ({**healthy, 1: [0.14] * 9}, 1.5, None, "0.14 s is not 1.5 times 0.1: mind `factor`"),
+        ({0: [0.16] * 5, 1: [0.10] * 5}, 1.3, 0, "of two ranks the other one is the measure, not both together"),
+        ({0: [0.125] * 5, 1: [0.25] * 5}, 2, None, "exactly `factor` times as much is not more"),
+    ):
+        lines = lines_of(works)
+        seen = straggler(lines) if factor == 1.3 else straggler(lines, factor=factor)
+        if seen == expected and (seen is None) == (expected is None) and not isinstance(seen, bool):
+            continue
+        own = ", ".join(f"rank {rank}: {sorted(work)[len(work) // 2]:g}" for rank, work in works.items())
+        hint = ""
+        if expected is not None and seen == max(works, key=lambda rank: waited(lines, rank)):
+            hint = f" Rank {seen} waits longest: it waits for the slow one."
+        elif seen is not None and seen not in list(works):
+            hint = " Return a rank, or None."
+        raise Wrong(
+            f"with the medians of own work {own} and factor={factor} it is {expected}; you say {seen!r}. "
+            f"See: {why}.{hint}"
+        )
+
+
+def lines_of(works: dict[int, list[float]]) -> list[dict]:
+    """The lines of ranks with these seconds of own work in each step, shuffled: all ranks wait for the slowest."""
+    lines = []
+    for step, own in enumerate(zip(*works.values(), strict=True), start=1):
+        for rank, work in zip(works, own, strict=True):
+            step_s = max(own) + (0.004 if rank == min(works) else 0.005)
+            lines.append({"rank": rank, "step": step, "step_s": step_s, "wait_s": step_s - work})
+    random.Random(4).shuffle(lines)
+    return lines
+
+
+def waited(lines: list[dict], rank: int) -> float:
+    """All that a rank has waited."""
+    return sum(line["wait_s"] for line in lines if line["rank"] == rank)
+
+
+@exercise("4.3b", "hidden is what both do at once, counted once.")
+def exercise_4_3b(hidden_seconds: Callable[[list[tuple], list[tuple]], float]) -> None:
+    """hidden_seconds(computing, sending) -> the seconds in which both go on, of pieces that may overlap."""
+    for computing, sending, expected, why in (
+        ([(0.0, 4.0)], [(1.0, 3.0)], 2.0, "the sending lies within the computing"),
+        ([(0.0, 2.0)], [(3.0, 5.0)], 0.0, "they never meet: nothing is hidden, and nothing is less than nothing"),
+        ([(0.0, 2.0)], [(1.5, 5.0)], 0.5, "only from 1.5 to 2"),
+        ([(0.0, 2.0), (4.0, 6.0)], [(1.0, 5.0)], 2.0, "from 1 to 2 and from 4 to 5"),
+        ([(0.0, 3.0), (1.0, 4.0)], [(0.0, 4.0)], 4.0, "computing from 0 to 4, as 1 to 3 lies in both pieces"),
+        ([(0.0, 4.0)], [(0.0, 3.0), (2.0, 4.0)], 4.0, "two buckets are on their way from 2 to 3: count that once"),
+        ([(0.0, 9.0), (1.0, 2.0), (5.0, 6.0)], [(0.0, 8.0)], 8.0, "pieces lie inside the first one"),
+        ([(5.0, 6.0), (0.0, 1.0)], [(5.5, 7.0), (0.5, 2.0)], 1.0, "the pieces come in any order"),
+        ([(0.0, 1.0), (1.0, 2.0)], [(0.5, 1.5)], 1.0, "pieces may touch"),
+        ([], [(0.0, 1.0)], 0.0, "nothing is computed"),
+    ):
+        seen = hidden_seconds(list(computing), list(sending))
+        expect_close(seen, expected, f"with computing {computing} and sending {sending} it", hint=f"See: {why}.")
+
+
+@exercise("4.3c", "a counter that falls has begun again from zero.")
+def exercise_4_3c(rate: Callable[[list[tuple[float, float]]], float | None]) -> None:
+    """rate([(seconds, value), ...]) -> the growth a second of a counter that restarts set back to zero."""
+    for readings, expected, why in (
+        ([(0, 100), (10, 160)], 6.0, "60 more in 10 s"),
+        ([(5, 0), (10, 20), (30, 100)], 4.0, "100 more in 25 s: the times between the readings differ"),
+        ([(0, 100), (10, 160), (20, 30)], 4.5, "60 more, then a restart and 30 more, in 20 s"),
+        ([(0, 50), (10, 20), (20, 5), (30, 35)], 55 / 30, "two restarts: 20, 5 and 30 more"),
+        ([(0, 70), (10, 70)], 0.0, "it has not grown"),
+        ([(0, 70), (10, 0), (20, 40)], 2.0, "the restart had counted nothing yet by second 10"),
+        ([(0, 40)], None, "one reading says nothing of a growth"),
+        ([], None, "no reading says nothing"),
+    ):
+        seen = rate(list(readings))
+        if expected is None:
+            if seen is not None:
+                raise Wrong(f"for the readings {readings} return None: {why}; yours returns {seen!r}")
+            continue
+        if seen is None:
+            raise Wrong(f"for the readings {readings} it is {expected:g} a second, and yours returns None. See: {why}.")
+        expect_close(seen, expected, f"for the readings {readings} the growth a second", hint=f"See: {why}.")
+
+
+# --- Lesson 4.4: communication and input -----------------------------------------------------------------------------
+
+
+@exercise("4.4a", "what leaves a node depends on where the ring goes.")
+def exercise_4_4a(over_the_wire: Callable[[list[int], float], tuple[float, float]]) -> None:
+    """over_the_wire(the node of each rank, bytes) -> (busiest node in a flat ring, a node in the hierarchical sum)."""
+    for places, size, expected, why in (
+        ([0, 0, 1, 1], 4.0, (6.0, 4.0), "rank 1 sends to node 1, rank 3 back to node 0, the others stay at home"),
+        ([0, 1, 0, 1], 4.0, (12.0, 4.0), "every rank's successor is on the other node"),
+        ([0, 0, 1, 0, 1, 1], 6.0, (20.0, 6.0), "ranks 1 and 3 send away from node 0, ranks 2 and 5 from node 1"),
+        ([0, 0, 1, 2, 2, 1], 6.0, (20.0, 8.0), "node 1 sends twice: the last rank sends to the first"),
+        ([0, 1, 2, 3], 8.0, (12.0, 12.0), "with one rank a node both are the same ring"),
+        ([5] * 4, 8.0, (0.0, 0.0), "one node: nothing leaves it"),
+        ([3, 3, 7, 7], 4.0, (6.0, 4.0), "nodes may have any numbers"),
+    ):
+        call = f"over_the_wire({places}, {size})"
+        try:
+            flat, levels = map(float, over_the_wire(list(places), size))
+        except TypeError:
+            raise Wrong(f"{call} should be two numbers: flat, hierarchical") from None
+        if math.isclose(flat, expected[0], abs_tol=1e-9) and math.isclose(levels, expected[1], abs_tol=1e-9):
+            continue
+        world, nodes = len(places), len(set(places))
+        each = 2 * (world - 1) / world * size
+        crossing = sum(places[(rank + 1) % world] != places[rank] for rank in range(world))
+        hint = f"Each rank sends {each:g}; see: {why}."
+        if math.isclose(flat, expected[0], abs_tol=1e-9):
+            hint = f"The flat ring is right; between {nodes} nodes the sum is a ring of {nodes}, of all {size:g} bytes."
+        elif math.isclose(flat, crossing * each) and crossing * each != expected[0]:
+            hint += " Yours is that of all nodes together."
+        elif math.isclose(flat, each) and expected[0]:
+            hint += " Yours is what one rank sends."
+        raise Wrong(f"{call} is {expected}; you say {(flat, levels)}. {hint}")
+
+
+@exercise("4.4b", "large matrices shrink, small ones and vectors go whole.")
+def exercise_4_4b(powersgd_bytes: Callable[..., float]) -> None:
+    """powersgd_bytes(shapes, rank, min_rate) -> the bytes that a step hands to its all-reduces."""
+    for shapes, rank, min_rate, expected, why in (
+        ([(768, 64), (768,)], 1, 2, 6400, "768 + 64 numbers for the matrix, 768 for the vector, 4 bytes each"),
+        ([(512, 512)], 4, 2, 16384, "4 x (512 + 512) numbers"),
+        ([(64, 3, 3, 3)], 4, 2, 1456, "a matrix of 64 x 27: 4 x 91 numbers"),
+        ([(128, 64, 3, 3), (128,)], 4, 2, 11776, "a matrix of 128 x 576, and 128 numbers as they are"),
+        ([(10, 20)], 4, 2, 800, "4 x 30 x 2 is not below 200: it goes whole"),
+        ([(10, 20)], 4, 1, 480, "with a minimum rate of 1, 120 numbers are worth it"),
+        ([(6, 12)], 2, 2, 288, "2 x 18 x 2 is 72, not below 72: it goes whole"),
+        ([(2, 500)], 4, 0.9, 4016, "r is min(2, 500, 4) = 2, and 2 x 502 x 0.9 is below 1,000: 2 x 502 numbers"),
+        ([(1000,), (5,)], 8, 2, 4020, "vectors only"),
+        ([], 4, 2, 0, "nothing to send"),
+    ):
+        call = f"powersgd_bytes({shapes}, {rank}, {min_rate})"
+        seen = powersgd_bytes(list(shapes), rank, min_rate)
+        if not isinstance(seen, int | float) or isinstance(seen, bool):
+            raise Wrong(f"{call} should be a number of bytes, and is {seen!r}")
+        if seen == expected:
+            continue
+        hint = f"See: {why}."
+        if 4 * seen == expected:
+            hint += " These are the numbers; in float32 each has 4 bytes."
+        elif seen == 4 * sum(always(shape, rank) for shape in shapes):
+            hint += " You compress also what is not worth it."
+        raise Wrong(f"{call} is {expected:,}; you say {seen:,}. {hint}")
+    if powersgd_bytes([(10, 20)], 4) != 800:
+        raise Wrong("without the third argument the minimum rate is 2")
+
+
+def always(shape: Sequence[int], rank: int) -> int:
+    """The numbers that are sent if every matrix is compressed."""
+    n, m = shape[0], math.prod(shape[1:])
+    return min(n, m, rank) * (n + m) if len(shape) > 1 else n
+
+
+@exercise("4.4c", "below that bandwidth fewer bytes are worth the computing.")
+def exercise_4_4c(pays_below: Callable[[float, float, float, int], float]) -> None:
+    """pays_below(bytes before, bytes after, extra seconds, ranks) -> Mbit/s."""
+    for before, after, extra_s, ranks, expected in (
+        (3e6, 1e6, 0.016, 2, 1000.0),
+        (3e6, 1e6, 0.016, 4, 1500.0),
+        (2.5e6, 0.5e6, 0.004, 2, 4000.0),
+        (3e6, 1e6, 0.0, 2, math.inf),
+        (3e6, 1e6, -0.001, 2, math.inf),
+        (1e6, 1e6, 0.002, 2, 0.0),
+        (1e6, 2e6, 0.002, 2, 0.0),
+        (1e6, 2e6, 0.0, 2, 0.0),
+        (3e6, 1e6, 0.016, 1, 0.0),
+        (3e6, 1e6, 0.0, 1, 0.0),
+    ):
+        call = f"pays_below(before={before:g}, after={after:g}, extra_s={extra_s:g}, ranks={ranks})"
+        try:
+            seen = pays_below(before, after, extra_s, ranks)
+        except ZeroDivisionError:
+            raise Wrong(
+                f"{call} divides by zero: without extra seconds it pays always (math.inf), or never (0)"
+            ) from None
+        if not isinstance(seen, int | float) or isinstance(seen, bool):
+            raise Wrong(f"{call} should be a number of Mbit/s, and is {seen!r}")
+        if math.isclose(seen, expected, rel_tol=1e-9, abs_tol=1e-9):
+            continue
+        saved = 2 * (ranks - 1) / ranks * (before - after)
+        hint = f"Each rank sends {saved / 1e6:g} MB less, for {extra_s:g} s of work."
+        if expected and math.isclose(8 * seen, expected):
+            hint += " A byte has 8 bits."
+        elif expected and math.isclose(seen, expected * 1e6):
+            hint += " A megabit is a million bits."
+        elif ranks == 1:
+            hint = "One rank alone sends nothing: there is nothing to save."
+        elif expected == 0:
+            hint = "It sends no less, so it never pays: 0."
+        elif expected == math.inf:
+            hint += " It costs nothing: it pays at any bandwidth."
+        elif math.isclose(seen, 8 * (before - after) / extra_s / 1e6):
+            hint += f" With {ranks} ranks a ring sends {2 * (ranks - 1) / ranks:g} times what is all-reduced."
+        raise Wrong(f"{call} is {expected:g}; you say {seen:g}. {hint}")
+
+
+# --- Lesson 4.5: onto a cluster --------------------------------------------------------------------------------------
+
+
+HEAD, SMALL, GPU_NODE = {"CPU": 0}, {"CPU": 3}, {"CPU": 8, "GPU": 1}
+BIG = {"CPU": 96, "GPU": 8}
+
+
+@exercise("4.5a", "a worker lies on one node, and the scarcest resource decides.")
+def exercise_4_5a(room: Callable[[list[dict], dict], tuple[int, float]]) -> None:
+    """room(nodes, worker) -> (workers that fit, CPUs that are left on all nodes)."""
+    for nodes, worker, expected, why in (
+        ([HEAD, GPU_NODE, GPU_NODE], {"CPU": 2, "GPU": 1}, (2, 12), "one GPU on each of two nodes"),
+        ([SMALL] * 4, {"CPU": 2}, (4, 4), "of 3 CPUs 2 are used and 1 is left, on each of 4 nodes"),
+        ([BIG], {"CPU": 12, "GPU": 1}, (8, 0), "all CPUs are reserved, and none is left for data"),
+        ([GPU_NODE, {"CPU": 16}], {"CPU": 1, "GPU": 1}, (1, 23), "the node without a GPU holds no worker, only data"),
+        ([GPU_NODE], {"GPU": 1}, (1, 8), "a worker that asks for no CPU reserves none"),
+        ([HEAD], {"CPU": 1}, (0, 0), "the head has no CPU in the book"),
+    ):
+        call = f"room({nodes}, {worker})"
+        try:
+            seen = room([dict(node) for node in nodes], dict(worker))
+        except KeyError as error:
+            raise Wrong(f"{call}: a node without {error} has none of it; `.get` says 0") from None
+        try:
+            workers, left = seen
+        except TypeError:
+            raise Wrong(f"{call} should be (workers, cpus_left), and is {seen!r}") from None
+        if (workers, left) == expected:
+            continue
+        summed = min(sum(node.get(name, 0) for node in nodes) // amount for name, amount in worker.items())
+        hint = ""
+        if workers != expected[0] and workers == summed:
+            hint = " Added up over all nodes it would be so; but a worker lies on one node."
+        elif workers == expected[0]:
+            hint = f" The workers are right; they hold {expected[0] * worker.get('CPU', 0)} CPUs in all."
+        raise Wrong(f"{call} is {expected}; you say {(workers, left)}. See: {why}.{hint}")
+
+
+@exercise("4.5b", "as many nodes as it takes, and an error before a wait without end.")
+def exercise_4_5b(nodes_for: Callable[[int, dict, dict, int, int], int]) -> None:
+    """nodes_for(workers, worker, node, minimum, maximum) -> nodes, or a ValueError where the workers never start."""
+    for given, expected in (
+        ((4, {"CPU": 2}, {"CPU": 5}, 0, 8), 2),
+        ((5, {"CPU": 2}, {"CPU": 5}, 0, 8), 3),
+        ((2, {"CPU": 1, "GPU": 1}, GPU_NODE, 2, 8), 2),
+        ((1, {"CPU": 1}, {"CPU": 8}, 3, 8), 3),
+        ((16, {"CPU": 4, "GPU": 1}, BIG, 0, 2), 2),
+    ):
+        workers, worker, node, minimum, maximum = given
+        call = f"nodes_for({', '.join(map(repr, given))})"
+        try:
+            seen = nodes_for(workers, dict(worker), dict(node), minimum, maximum)
+        except ValueError as error:
+            raise Wrong(f"{call} is {expected}, and raises {error!r}: the workers do fit") from None
+        if seen == expected:
+            continue
+        per_node = min(node.get(name, 0) // amount for name, amount in worker.items())
+        hint = f"{per_node} of these workers go on one node, so {workers} need {-(-workers // per_node)} of them."
+        if isinstance(seen, int | float) and seen < minimum:
+            hint += f" There are never fewer than {minimum}."
+        raise Wrong(f"{call} is {expected}; you say {seen!r}. {hint}")
+    for given, why in (
+        ((9, {"GPU": 1}, GPU_NODE, 0, 8), "9 GPUs on at most 8 nodes of one"),
+        ((1, {"CPU": 6}, {"CPU": 4}, 0, 8), "a worker of 6 CPUs on nodes of 4"),
+        ((1, {"GPU": 1}, {"CPU": 4}, 0, 8), "a GPU where no node has one"),
+    ):
+        call = f"nodes_for({', '.join(map(repr, given))})"
+        try:
+            seen = nodes_for(*given)
+        except ValueError:
+            continue
+        except ZeroDivisionError:
+            raise Wrong(f"{call}: no worker fits on a node ({why}); raise a ValueError that says so") from None
+        raise Wrong(f"{call} should raise a ValueError, since this waits for ever: {why}; you say {seen!r}")
+
+
+@exercise("4.5c", "inside a folder that all share, or in a bucket; nowhere else.")
+def exercise_4_5c(survives: Callable[[str, list[str]], bool]) -> None:
+    """survives(path, mounts) -> whether what lies there is still there when its node is gone."""
+    mounts = ["/mnt/shared", "/mnt/data"]
+    for path, expected, why in (
+        ("/mnt/shared/runs", True, "it lies in a shared folder"),
+        ("/mnt/data/sets/a.csv", True, "there are two shared folders"),
+        ("/mnt/shared", True, "it is the shared folder"),
+        ("s3://bucket/runs", True, "a bucket belongs to no node"),
+        ("gs://bucket/runs", True, "a bucket belongs to no node"),
+        ("runs/a", False, "a relative path leads into the job's own folder"),
+        ("mnt/shared/a", False, "without a slash at its beginning it is relative"),
+        ("/tmp/runs", False, "it is the node's own disk"),
+        ("/mnt/shared2/runs", False, "it begins with the letters of /mnt/shared, and is another folder"),
+        ("/mnt/shared/../private", False, "`..` leads out of the folder again: it is /mnt/private"),
+        ("file:///tmp/runs", False, "a URI, but of the node's own disk"),
+    ):
+        seen = survives(path, list(mounts))
+        if bool(seen) != expected or seen is None:
+            raise Wrong(f"survives({path!r}, {mounts}) is {expected}, and yours says {seen!r}: {why}")

@@ -42,6 +42,11 @@ free_port() {
     on "$1" <<< "$(printf '%q ' "$PYTHON" -c "$FREE_PORT" "$2")"
 }
 
+# advice CODE HOST NAME: what to do where free_port has ended with CODE; 255 is ssh's own.
+advice() {
+    if [ "$1" = 255 ]; then echo "does \`ssh $2\` work?"; else echo "set $3 to another port, or 0"; fi
+}
+
 # start_node HOST NAME OPTIONS...: `ray start`, and wait until it is up.
 start_node() {
     local host=$1 name=$2 pid
@@ -81,8 +86,8 @@ start() {
     shift
     [ -z "${HEAD_CPUS:-}" ] || cpus=(--num-cpus "$HEAD_CPUS")
     "$PYTHON" -c 'import ray' 2> /dev/null || fail "$PYTHON has no ray: activate the workshop's environment, or set PYTHON"
-    port=$(free_port "$head" "${RAY_PORT:-6379}") || fail "no head on $head: set RAY_PORT to another port, or 0"
-    dashboard=$(free_port "$head" "${DASHBOARD_PORT:-8265}") || fail "set DASHBOARD_PORT to another port, or 0"
+    port=$(free_port "$head" "${RAY_PORT:-6379}") || fail "no head on $head: $(advice $? "$head" RAY_PORT)"
+    dashboard=$(free_port "$head" "${DASHBOARD_PORT:-8265}") || fail "no head on $head: $(advice $? "$head" DASHBOARD_PORT)"
     ip=${HEAD_IP:-$(on "$head" <<< "hostname -I | cut -d' ' -f1")}
     TOKEN=$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')
     umask 077

@@ -1,0 +1,176 @@
+"""A cluster that grows when work arrives, and shrinks when it is done: no node, two nodes, none, all on this machine.
+
+    python autoscale.py                  # two minutes or more on two CPU cores
+    python autoscale.py --out FOLDER     # and writes what was seen, in a file named after date and device
+
+Starts a Ray cluster of a head without CPUs and its autoscaler, and on it train_ray_ddp.py with two workers of one CPU
+each. The machines are rented from nobody: Ray's provider for tests (`fake_multinode`) starts each node as processes of
+this machine. Provider fake, processes real: the autoscaler's decisions are those that it takes with a cloud, and only
+the minutes are missing that a cloud's machine takes to boot.
+
+Prints each change of the number of nodes, and asserts that both have worked and both have gone.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+os.environ["RAY_AUTH_MODE"] = "token"  # this cluster's own; read when ray is imported
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+import ray
+from elastic import LIMIT_S, OPTIONS, ROOT, machine, process
+
+IDLE_S, STEPS = 15, 4
+TRAINING = ["--num-workers", "2", "--no-use-gpu", "--run-name", "autoscale", "--max-steps", STEPS]
+HEAD, NODE = "head", "node of one CPU"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE", help="write what was seen to FILE (or into a FOLDER), as JSON"
+    )
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, cluster(folder) as address:
+        changes, started, ended = train_and_watch(folder, address)
+    came, went = first(changes, nodes=2), changes[-1]["seconds"]
+    print(f"two nodes {came - started:.1f} s after the work arrived, none {went - ended:.1f} s after it was done")
+    if args.out is not None:
+        record = {**machine(), "provider": "fake_multinode: processes of this machine", "idle_timeout_s": IDLE_S,
+                  "work_arrived_s": started, "work_done_s": ended, "changes": changes}  # fmt: skip
+        if args.out.is_dir():
+            name = re.sub(r"[^a-z0-9]+", "-", f"autoscale-{record['date']}-{record['device']}".lower()).strip("-")
+            args.out /= f"{name}.json"
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    assert changes[0]["nodes"] == changes[-1]["nodes"] == 0, changes
+    assert max(change["nodes"] for change in changes) == max(change["busy"] for change in changes) == 2, changes
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as free:
+        return free.getsockname()[1]
+
+
+@contextlib.contextmanager
+def cluster(folder: str) -> Iterator[str]:
+    """The address of a head without CPUs, and of the autoscaler that runs beside it."""
+    os.environ["RAY_TMPDIR"] = folder  # files and ports of its own: another Ray of this machine does not notice
+    address = f"{ray.util.get_node_ip_address()}:{free_port()}"
+    config = {
+        "cluster_name": "autoscale",
+        "max_workers": 2,
+        "idle_timeout_minutes": IDLE_S / 60,
+        "upscaling_speed": 1.0,
+        "provider": {
+            "type": "fake_multinode",
+            "gcs_address": address,
+            "use_node_id_as_ip": True,
+            "disable_node_updaters": True,
+        },
+        "available_node_types": {
+            HEAD: {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            NODE: {
+                "resources": {"CPU": 1, "object_store_memory": 100 * 2**20},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": 2,
+            },
+        },
+        "head_node_type": HEAD,
+        "auth": {"ssh_user": "nobody"},  # what follows is for nodes that one reaches by ssh: none is
+        "docker": {},
+        **{key: {} for key in ("file_mounts", "head_node", "worker_nodes")},
+        **{key: [] for key in ("file_mounts_sync_files", "cluster_synced_files", "initialization_commands")},
+        **{f"{kind}setup_commands": [] for kind in ("", "head_", "worker_")},
+        **{f"{kind}_start_ray_commands": [] for kind in ("head", "worker")},
+    }
+    file, output = Path(folder, "autoscaling.json"), Path(folder, "head.log")
+    file.write_text(json.dumps(config))  # JSON is YAML
+    ports = {"port": address.rpartition(":")[2], "ray-client-server-port": free_port()}
+    ports |= {"dashboard-agent-listen-port": free_port()}
+    variables = {
+        "RAY_FAKE_CLUSTER": "1",
+        "AUTOSCALER_UPDATE_INTERVAL_S": "1",
+        **{name: str(free_port()) for name in ("DASHBOARD_METRIC_PORT", "AUTOSCALER_METRIC_PORT")},
+        "OMP_NUM_THREADS": "1",
+    }
+    options = ["--head", "--block", "--num-cpus=0", f"--object-store-memory={100 * 2**20}", "--include-dashboard=false"]
+    options += [f"--autoscaling-config={file}", "--disable-usage-stats", *[f"--{k}={v}" for k, v in ports.items()]]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
+    with open(output, "w") as out:
+        head = psutil.Popen(command, env={**os.environ, **variables}, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        deadline = time.monotonic() + LIMIT_S
+        while "Ray runtime started" not in output.read_text():
+            assert head.poll() is None and time.monotonic() < deadline, output.read_text()
+            time.sleep(0.2)
+        yield address
+    finally:
+        # Not `ray stop`: it ends every Ray of the machine. The nodes are children of the autoscaler.
+        below = head.children(recursive=True) if head.is_running() else []
+        head.terminate()
+        _, alive = psutil.wait_procs([head, *below], timeout=30)
+        for each in alive:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float]:
+    """Each change of the nodes; when the work arrived, and when it was done: in seconds since the start."""
+    ray.init(address, log_to_driver=False, logging_level="ERROR")
+    begun, changes = time.monotonic(), []
+
+    def seconds() -> float:
+        return round(time.monotonic() - begun, 1)
+
+    def look() -> int:
+        """How many nodes there are now beside the head."""
+        free = ray._private.state.available_resources_per_node()
+        nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+        now = {"nodes": len(nodes), "busy": sum(free.get(node, {}).get("CPU", 0) < 1 for node in nodes)}
+        if not changes or {**changes[-1], **now} != changes[-1]:
+            changes.append({"seconds": seconds(), **now})
+            print("{seconds:6.1f} s  nodes: {nodes}, at work: {busy}".format(**changes[-1]), flush=True)
+        time.sleep(0.1)
+        return len(nodes)
+
+    look()
+    script = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
+    # Nodes on one machine share a folder of logs, and each would send all of them to the driver.
+    variables = {"RAY_ADDRESS": address, "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_LOG_TO_DRIVER": "0"}
+    started, deadline = seconds(), time.monotonic() + 3 * LIMIT_S
+    print(f"{started:6.1f} s  work arrives: two workers of one CPU each", flush=True)
+    with process([script, *OPTIONS, *TRAINING, "--storage-path", folder], variables, Path(folder, "output")) as work:
+        while work.poll() is None:
+            look()
+            assert time.monotonic() < deadline, "the training has no end"
+        ended = seconds()
+    assert work.returncode == 0, "the training failed"
+    print(f"{ended:6.1f} s  work is done", flush=True)
+    while look():
+        assert time.monotonic() < deadline, "the nodes stay"
+    ray.shutdown()
+    return changes, started, ended
+
+
+def first(changes: list[dict], nodes: int) -> float:
+    """When there were so many nodes."""
+    return next((change["seconds"] for change in changes if change["nodes"] == nodes), float("nan"))
+
+
+if __name__ == "__main__":
+    main()
