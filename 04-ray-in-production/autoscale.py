@@ -31,10 +31,10 @@ import psutil
 os.environ["RAY_AUTH_MODE"] = "token"  # this cluster's own; read when ray is imported
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 import ray
-from elastic import LIMIT_S, OPTIONS, ROOT, machine, process
+from elastic import LIMIT_S, ROOT, machine, process
 
 IDLE_S, STEPS = 15, 4
-TRAINING = ["--num-workers", "2", "--no-use-gpu", "--run-name", "autoscale", "--max-steps", STEPS]
+TRAINING = ["--num-workers", "2", "--no-use-gpu", "--model", "mlp", "--run-name", "autoscale", "--max-steps", STEPS]
 HEAD, NODE = "head", "node of one CPU"
 
 
@@ -145,7 +145,7 @@ def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float
         if not changes or {**changes[-1], **now} != changes[-1]:
             changes.append({"seconds": seconds(), **now})
             print("{seconds:6.1f} s  nodes: {nodes}, at work: {busy}".format(**changes[-1]), flush=True)
-        time.sleep(0.1)
+        time.sleep(0.25)
         return len(nodes)
 
     look()
@@ -154,7 +154,7 @@ def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float
     variables = {"RAY_ADDRESS": address, "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_LOG_TO_DRIVER": "0"}
     started, deadline = seconds(), time.monotonic() + 3 * LIMIT_S
     print(f"{started:6.1f} s  work arrives: two workers of one CPU each", flush=True)
-    with process([script, *OPTIONS, *TRAINING, "--storage-path", folder], variables, Path(folder, "output")) as work:
+    with process([script, *TRAINING, "--storage-path", folder], variables, Path(folder, "output")) as work:
         while work.poll() is None:
             look()
             assert time.monotonic() < deadline, "the training has no end"

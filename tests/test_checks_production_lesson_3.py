@@ -49,6 +49,7 @@ def test_4_3a_accepts(capsys):
     ("it waits for the slow one", waits_longest),
     ("its own work is 0.4 s a step", longest_step),
     ("nobody is a straggler", lambda lines, factor=1.3: max(own_work(lines), key=own_work(lines).get)),
+    ("Somebody always waits least", lambda lines, factor=1.3: min(lines, key=lambda line: line["wait_s"])["rank"]),
     ("a median does not mind", lambda *given: straggler(*given, middle=statistics.mean)),
     ("of two ranks the other one is the measure", lambda lines, factor=1.3: straggler(lines, factor, among_all=True)),
     ("mind `factor`", lambda lines, factor=1.3: straggler(lines)),

@@ -289,6 +289,8 @@ def exercise_4_3a(straggler: Callable[..., int | None]) -> None:
             hint = f" Rank {seen} waits longest: it waits for the slow one."
         elif seen is not None and seen not in list(works):
             hint = " Return a rank, or None."
+        elif seen is not None and seen == min(works, key=lambda rank: waited(lines, rank)):
+            hint = " Somebody always waits least: compare own work."
         raise Wrong(
             f"with the medians of own work {own} and factor={factor} it is {expected}; you say {seen!r}. "
             f"See: {why}.{hint}"
@@ -490,7 +492,9 @@ def exercise_4_5a(room: Callable[[list[dict], dict], tuple[int, float]]) -> None
         try:
             seen = room([dict(node) for node in nodes], dict(worker))
         except KeyError as error:
-            raise Wrong(f"{call}: a node without {error} has none of it; `.get` says 0") from None
+            raise Wrong(
+                f"{call}: a node without {error} has none of it, a worker without it asks for none; `.get` says 0"
+            ) from None
         try:
             workers, left = seen
         except TypeError:

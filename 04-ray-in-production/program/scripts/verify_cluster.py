@@ -192,13 +192,18 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
     on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in alive}
     asked = {look.options(scheduling_strategy=on[node]).remote(options.storage, name): node for node in alive}
     answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE_S)
-    seen = {asked[each]: ray.get(each) for each in answered}
+    seen = {}
+    for each in answered:
+        try:
+            seen[asked[each]] = ray.get(each)
+        except ray.exceptions.RayError:  # the node has frozen or gone since
+            silent.append(each)
     names = {node: f"{alive[node]['NodeManagerAddress']} ({node[:8]})" for node in alive}
 
     def nodes() -> str:
         if silent:
             silence = ", ".join(names[asked[each]] for each in silent)
-            raise Failed(f"no worker started within {PATIENCE_S} s on {silence}", "look into its raylet's log; stop it")
+            raise Failed(f"no worker answered in {PATIENCE_S} s on {silence}", "look into its raylet's log; stop it")
         if options.nodes and len(alive) != options.nodes:
             raise Failed(f"{len(alive)} of {options.nodes}", "`ray status`; on the missing one: can it reach the head?")
         return f"{len(alive)}, a worker process on each"
