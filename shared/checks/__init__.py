@@ -60,3 +60,4 @@ from shared.checks.chapter_4 import (  # noqa: F401
     exercise_4_5b,
     exercise_4_5c,
 )
+from shared.checks.chapter_5 import exercise_5_1a, exercise_5_1b  # noqa: F401
