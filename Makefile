@@ -2,6 +2,7 @@
 # make test    set up .venv and run every test, lesson and solution
 # make bench   measure on this machine, into benchmarks/results/
 # make diffs   bring the diffs that the READMEs show up to date
+# make reset LESSON=01-ddp-pytorch-only/01_one_process.ipynb    the lesson as it was; yours stays beside it
 # make lint    style; make hooks: checks before each commit; make wheelhouse: wheels for a room without a network
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -20,7 +21,7 @@ PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(PIP_ARGS)
 
-.PHONY: lab test bench diffs lint hooks wheelhouse
+.PHONY: lab test bench diffs lint hooks wheelhouse reset
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
@@ -68,3 +69,10 @@ hooks: .venv/installed-dev
 
 wheelhouse: .venv/installed
 	$(BIN)/python -m pip wheel --quiet --wheel-dir wheelhouse setuptools uv -r requirements.txt
+
+# Written aside and renamed, so that nothing is lost where git does not know the file.
+reset:
+	@test -f "$(LESSON)" || { echo "which one? make reset LESSON=$(FIRST_LESSON)"; exit 2; }
+	@git show "HEAD:./$(LESSON)" > "$(LESSON).part" || { rm "$(LESSON).part"; exit 2; }
+	@mine="$(dir $(LESSON))yours-$$(date +%Y%m%d-%H%M%S)-$(notdir $(LESSON))" \
+		&& mv "$(LESSON)" "$$mine" && mv "$(LESSON).part" "$(LESSON)" && echo "as it was: $(LESSON); yours: $$mine"

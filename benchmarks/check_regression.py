@@ -16,6 +16,7 @@ import json
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -118,6 +119,8 @@ def interpreter(checkouts: list[Path], folder: Path) -> str:
 
 def commit(folder: Path) -> str:
     """What git calls a checkout, in words."""
+    if shutil.which("git") is None:
+        return "commit unknown"
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=8"]
     done = subprocess.run(git, capture_output=True, text=True)
     return f"commit {done.stdout.strip()}" if done.returncode == 0 else "no commit"

@@ -105,7 +105,7 @@ class Notebook:
 
 
 def lessons() -> list[Path]:
-    return sorted(ROOT.glob("0*-*/*.ipynb"))
+    return sorted(ROOT.glob("0*-*/[0-9]*.ipynb"))
 
 
 def solutions() -> list[Path]:

@@ -257,3 +257,27 @@ def test_a_stale_diff_is_found_and_renewed():
     assert fresh == f"before\n<!-- diff: {script} {script} -->\n```diff\n```\n<!-- end of diff -->\nafter\n"
     assert with_fresh_diffs(fresh) == fresh
     assert with_fresh_diffs("no marks\n") == "no marks\n"
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="`make reset` asks git for the lesson as it was")
+def test_make_reset_brings_a_lesson_back_and_keeps_the_learners_own(tmp_path):
+    lesson = "01-ddp-pytorch-only/01_one_process.ipynb"
+    (tmp_path / "01-ddp-pytorch-only").mkdir()
+    for name in ("Makefile", lesson):
+        shutil.copy(ROOT / name, tmp_path / name)
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a learner", "-c", "user.email=learner@example.com"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "the workshop"]):
+        subprocess.run([*git, *command], check=True)
+
+    def reset(which: str) -> subprocess.CompletedProcess:
+        return subprocess.run(["make", "reset", f"LESSON={which}"], cwd=tmp_path, capture_output=True, text=True)
+
+    original = (tmp_path / lesson).read_text()
+    (tmp_path / lesson).write_text("my own")
+    said = reset(lesson).stdout
+    (mine,) = tmp_path.glob("*/yours-*-01_one_process.ipynb")
+    assert (tmp_path / lesson).read_text() == original and mine.read_text() == "my own" and mine.name in said
+    other = tmp_path / "01-ddp-pytorch-only/notes.ipynb"
+    other.write_text("not of the workshop")
+    assert reset("01-ddp-pytorch-only/notes.ipynb").returncode == 2 and other.read_text() == "not of the workshop"
+    assert reset("").returncode == 2 and len(list(tmp_path.glob("0*/*"))) == 3
