@@ -27,7 +27,7 @@ from shared import data, distributed, models
 from shared.distributed import Worker
 
 SEED, EPOCHS = 7, 4
-TIMEOUT = timedelta(seconds=3)  # of the groups that are meant to hang
+TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_S", 3)))  # of the groups that are meant to hang
 
 
 def new_model(dropout: float = 0.0) -> torch.nn.Module:
@@ -144,7 +144,7 @@ def small_gradients(worker, scaler):
     """Ten steps with fp16 on a part of such a batch: losses, and the share of the gradients that are exactly zero."""
     model, losses = DistributedDataParallel(new_model().float()), []
     images, labels = (part[worker.rank :: worker.world_size] for part in data.load("digits").train.tensors)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.003, eps=1e-12)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003, eps=1e-12)  # far below such gradients; no mistake
     for _ in range(10):
         with torch.autocast("cpu", torch.float16):
             loss = F.cross_entropy(model(images), labels, reduction="sum")
@@ -236,7 +236,8 @@ class Shifted(Dataset):
 class ShiftedOnItsOwn(Shifted):
     def __getitem__(self, index):
         if not hasattr(self, "own"):  # the first time in this process
-            self.own = np.random.default_rng(get_worker_info().seed)
+            info = get_worker_info()  # None in the main process, without workers
+            self.own = np.random.default_rng(info.seed if info else torch.initial_seed())
         return int(self.own.integers(-9, 10))
 
 
@@ -254,11 +255,8 @@ def workers_mended(worker, folder):
 # --- 9. A loss like a ruler ------------------------------------------------------------------------------------------
 
 
-def sharded(worker, optimizer_first):
-    model = new_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05) if optimizer_first else None
-    fully_shard(model, mesh=init_device_mesh("cpu", (worker.world_size,)))
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.05)
+def ten_steps(worker, model, optimizer):
+    """The losses, and what kinds of parameters optimizer and model hold."""
     (images, labels), losses = next(iter(new_loader(worker, 32))), []
     for _ in range(10):
         loss = F.cross_entropy(model(images), labels)
@@ -272,11 +270,17 @@ def sharded(worker, optimizer_first):
 
 
 def order_broken(worker, folder):
-    return sharded(worker, optimizer_first=True)
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    fully_shard(model, mesh=init_device_mesh("cpu", (worker.world_size,)))
+    return ten_steps(worker, model, optimizer)
 
 
 def order_mended(worker, folder):
-    return sharded(worker, optimizer_first=False)
+    model = new_model()
+    fully_shard(model, mesh=init_device_mesh("cpu", (worker.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    return ten_steps(worker, model, optimizer)
 
 
 # --- 10. Two models by the name of one -------------------------------------------------------------------------------
@@ -315,7 +319,7 @@ def written_broken(worker, folder):
     with open(path, "wb") as file:
         distributed.wait_for_all()
         for part in (content.getvalue()[:half], content.getvalue()[half:]):
-            for rank in range(worker.world_size):  # as it may happen when all write at the same time
+            for rank in range(worker.world_size):  # one order of events
                 if rank == worker.rank:
                     file.write(part)
                     file.flush()
@@ -370,8 +374,10 @@ def late_a(worker, folder):
 
 def late_b(worker, folder):
     images, labels = data.load("digits").train.tensors
-    mine = slice(worker.rank, 641, worker.world_size)  # every second image: 321 for rank 0, 320 for rank 1
+    mine = slice(worker.rank, 641, worker.world_size)  # every second image
     loader = DataLoader(TensorDataset(images[mine].double(), labels[mine]), batch_size=32)
+    DistributedDataParallel(new_model())  # the first one of a process imports for seconds: not in the short timeout
+    distributed.wait_for_all()
     model = DistributedDataParallel(new_model(), process_group=dist.new_group(timeout=TIMEOUT))
     for inputs, targets in loader:
         F.cross_entropy(model(inputs), targets).backward()
