@@ -42,10 +42,10 @@ for wrong in ({2}, {0, 1, 2, 3}):
         raise AssertionError("no error on this rank")
 
 # A rank may take longer than the group's timeout, in which a collective would raise on the others.
-dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10), dist.group.WORLD)
+dist.set_timeout(timedelta(seconds=10))
 with distributed.fail_together(), distributed.local_first(replace(worker, local_rank=rank % 2)):
     time.sleep(15 if rank == 2 else 0)
-dist.distributed_c10d._set_pg_timeout(timedelta(seconds=600), dist.group.WORLD)
+dist.set_timeout(timedelta(seconds=600))
 assert distributed.global_max(rank) == size - 1
 
 distributed.check_same("text", "not raised")
