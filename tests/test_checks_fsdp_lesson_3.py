@@ -43,7 +43,7 @@ def test_3_3a_accepts(capsys):
     ("lacks 'train_batch_size'", lacking),
     ("expected 8. 64 = 8 a rank and part x 4 parts x 2 ranks", undivided),
     ("train_batch_size is 32, expected 64", lambda s, b, a, w: {**fill_in(s, b, a, w), "train_batch_size": b // w}),
-    ("is 32.0, expected 32", lambda *call: fill_in(*call, whole=False)),
+    ("is 32.0, expected 32. A whole number: //", lambda *call: fill_in(*call, whole=False)),
     ("keep all other settings", lambda *call: fill_in(*call, keep=False)),
     ("64 is not divisible by 3 parts x 2 ranks", lambda *call: fill_in(*call, divide=False)),
     ("the settings say 32", lambda *call: fill_in(*call, agree=False)),

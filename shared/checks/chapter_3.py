@@ -318,6 +318,8 @@ def exercise_3_3a(fill_in: Callable[[dict, int, int, int], dict]) -> None:
         for name, expected in zip(BATCHES, (global_batch, micro, accumulation), strict=True):
             if name not in seen:
                 raise Wrong(f"{call} lacks {name!r}")
+            if isinstance(seen[name], float):
+                hint = "A whole number: // rather than /."
             if seen[name] != expected or isinstance(seen[name], float):
                 raise Wrong(f"{call}: {name} is {seen[name]!r}, expected {expected}. {hint}")
     agreeing = {**given, "train_batch_size": 64, "gradient_accumulation_steps": 4}
@@ -371,6 +373,7 @@ def loss_scales(
                 patience -= 1
             else:
                 scale = scale / 2 if fault == "minimum" else max(scale / 2, minimum)
+                patience = hysteresis if fault == "halved" else patience
             continue
         good += 1
         if fault == "calm":
@@ -387,6 +390,7 @@ FAULTS = {
     "minimum": "It never goes below the minimum.",
     "count": "An overflow starts the count of good steps again.",
     "calm": "A good step alone does not renew the patience, only a doubling does.",
+    "halved": "A halving does not renew the patience, only a doubling does.",
     "renew": "A doubling renews the patience.",
     "forever": "After a doubling the count of good steps starts again.",
     "late": "That is the scale after each step: note it before you change it.",
