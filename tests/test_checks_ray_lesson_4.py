@@ -65,6 +65,7 @@ def test_2_4b_accepts(capsys):
     ("call eval()", lambda m, p: load_weights(m, p, ready=False)),
     ("weights_only=True", lambda m, p: load_weights(m, p, weights_only=False)),
     ("return the model", lambda m, p: load_weights(m, p) and None),
+    ("in_state_dict_if_present returns nothing", lambda m, p: m.load_state_dict(None)),
 ])  # fmt: skip
 def test_2_4b_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_2_4b, answer, because, capsys)

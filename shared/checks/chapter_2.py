@@ -333,9 +333,10 @@ def exercise_2_4b(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module
                     loaded = load_weights(fresh, path)
                 except NotImplementedError:  # which is a RuntimeError too
                     raise
-                except RuntimeError as error:
+                except (RuntimeError, TypeError) as error:
                     line = str(error).splitlines()[-1].strip()
-                    raise Wrong(f"for {what}, saved from {saved}, it raises: {line}") from None
+                    hint = " (consume_prefix_in_state_dict_if_present returns nothing)" if "None" in line else ""
+                    raise Wrong(f"for {what}, saved from {saved}, it raises: {line}{hint}") from None
                 if not isinstance(loaded, torch.nn.Module):
                     raise Wrong(f"return the model; yours returns {type(loaded).__name__}")
                 state = loaded.state_dict()
