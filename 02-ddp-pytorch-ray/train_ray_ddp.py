@@ -3,7 +3,7 @@
 Two workers here:     python train_ray_ddp.py --num-workers 2
 In this process:      python train_ray_ddp.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
-Where nodes come and go:  ... --num-workers 8:16 --save-every-steps 100
+Where nodes come and go:  ... --num-workers 4:6 --batch-size 240 --save-every-steps 100
 
 It computes what train_ddp.py computes: with one --seed and --batch-size, every number of workers has the same losses,
 up to rounding (and with the same exceptions). A worker that dies is replaced, and the run goes on from its newest

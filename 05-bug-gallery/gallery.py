@@ -27,7 +27,7 @@ from shared import data, distributed, models
 from shared.distributed import Worker
 
 SEED, EPOCHS = 7, 4
-TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_S", 3)))  # of the two that are meant to hang, once their ranks have met
+TIMEOUT = timedelta(seconds=float(os.environ.get("TIMEOUT_S", 3)))  # of the two that are meant to hang
 
 
 def new_model(dropout: float = 0.0) -> torch.nn.Module:

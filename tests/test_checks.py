@@ -157,6 +157,7 @@ WRONG_1_1c = {
         lambda model: 12 * sum(p.numel() for p in model.parameters()),
         "A number has not always 4 bytes",
     ),
+    "megabytes": (lambda model: 3 * weight_bytes(model) / 1e6, "Return bytes, not kilobytes or megabytes"),
     "numbers, not bytes": (lambda model: 3 * sum(p.numel() for p in model.parameters()), "how many numbers they are"),
 }
 

@@ -81,6 +81,8 @@ def exercise_1_1c(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
             hint = "A number has not always 4 bytes: element_size() says how many."
         elif seen == 4 * sum(weights):
             hint = "A checkpoint holds no gradients: the next step computes them anew."
+        elif seen < file.tell() / 1000:
+            hint = "Return bytes, not kilobytes or megabytes."
         expect_close(seen, file.tell(), f"the size for an MLP in {dtype}", tolerance=0.01, hint=hint)
 
 

@@ -2,7 +2,7 @@
 
     python -m training.distributed_training
     python -m training.distributed_training --set cluster.num_workers=4
-    RAY_ADDRESS=HOST:6379 python -m training.distributed_training --set 'cluster.num_workers=[4, 8]'
+    RAY_ADDRESS=HOST:6379 python -m training.distributed_training --set 'cluster.num_workers=[1, 2]'
 
 It computes what local_training.py computes. A worker that dies is replaced, and the run goes on from its newest
 checkpoint; with [FEWEST, MOST] workers also on fewer nodes, and then on more.
