@@ -1,9 +1,10 @@
 """Why a restart is no new start: what is left of a job when torchrun starts its processes again.
 
 torchrun's agent, one a node, ends the processes of its node when one of them anywhere dies, and starts new ones, which
-know nothing of the old ones. The store through which the ranks meet (not the agents' rendezvous store) is on the node of rank
-0 and is lost with it. So each node keeps a note in the run's folder: a file that is named after the agent, which lives
-on, and holds the step of the newest checkpoint. A later start of the same script has another agent, and does not find it.
+know nothing of the old ones. The store through which the ranks meet (not the agents' rendezvous store) is on the node
+of rank 0 and is lost with it. So each node keeps a note in the run's folder: a file that is named after the agent,
+which lives on, and holds the step of the newest checkpoint. A later start of the same script has another agent, and
+does not find it.
 """
 
 import os

@@ -97,7 +97,7 @@ def exercise_4_1c(cheapest: Callable[[dict[str, tuple], float, float], str | Non
                 f"{name}: {work_h * times[name]:.1f} h, bill {offer[0] * work_h * times[name]:.0f}"
                 for name, offer in given.items()
             )
-            hint = ""
+            hint = " Are all times in seconds when you call young and relative_time?"
             if seen is not None and work_h * times[seen] > deadline_h:
                 hint = f" {seen!r} is done after {work_h * times[seen]:.1f} h: failures, restarts and saving count."
             elif seen is not None and expected is not None and given[seen][0] < given[expected][0]:
@@ -138,7 +138,7 @@ def exercise_4_2a(most_trials: Callable[[float, float, int], int]) -> None:
             raise Wrong(f"{call} is {seen}: there are only whole trials; round down")
         if seen == expected:
             continue
-        hint = f"With {seen:g} trials, {seen * per_trial:g} CPUs are held, and {workers} more must be free."
+        hint = f"Trials: {seen:g}. CPUs that they hold: {seen * per_trial:g}, and {workers} more must be free."
         if seen * per_trial + workers > cpus:
             hint += f" There are only {cpus}: a deadlock."
         elif seen == cpus // (per_trial + workers):

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from shared import data, models
-from shared.checks.machinery import Wrong, exercise, run_script
+from shared.checks.chapter_1 import run_ranks
+from shared.checks.machinery import Wrong, exercise
 
 
 @exercise("5.1a", "what must be equal is, and what must differ does.")
@@ -73,7 +74,7 @@ def exercise_5_1b(script: str | Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path, runner = Path(folder, "weights.pt"), Path(folder, "runner.py")
         runner.write_text(RUNNER)
-        printed = run_script(runner, 2, str(script), str(path), timeout=90)
+        printed = run_ranks(runner, 2, str(script), str(path))
         if printed[1].strip().startswith(("loss", "accuracy")):
             raise Wrong("rank 1 prints, too; one rank speaks for all")
         lines = [line.split() for line in printed[0].splitlines() if line.startswith(("loss ", "accuracy "))]
