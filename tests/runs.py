@@ -4,17 +4,21 @@ import contextlib
 import importlib.util
 import io
 import json
+import multiprocessing
 import os
+import runpy
 import signal
 import struct
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shared import cli
 
@@ -103,9 +107,65 @@ class Run:
         return [json.loads(line) for line in self.metrics_file.read_text().splitlines()]
 
 
+# Processes that have imported already what a training script imports: for tests in which the start is not what is
+# tested. They are real ones, forked from a server that has done nothing else; its agent and its group are torchrun's.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload([
+    "torch._dynamo", "torch.distributed.fsdp", "torchvision", "sklearn.datasets", "deepspeed", "ray.train.torch",
+    "ray.data", "shared.cli", "shared.cluster", "shared.data", "shared.models", "shared.runs", "runs",
+])  # fmt: skip
+
+
+def run_script(script: Path, *args: str) -> None:
+    sys.argv = [str(script), *args]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+
+
+def start_script(nproc: int, script: Path, folder: Path, output: Path, environment: dict, *args: str) -> None:
+    """What Run starts, in this process: its session, output, environment, and `nproc` ranks (0: no group)."""
+    os.setsid()
+    os.chdir(folder)
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    if nproc == 0:
+        return run_script(script, *args)
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0", max_restarts=0, start_method="fork",
+    )  # fmt: skip
+    return elastic_launch(config, run_script)(script, *args)
+
+
+class Fork(Run):
+    """The same from processes that have imported already, without torchrun's command line."""
+
+    def __init__(
+        self, nproc: int, folder: Path, *args: object, script: Path | None = None, trains: bool = True
+    ) -> None:
+        self.metrics_file, self.output = folder / "metrics.jsonl", folder / f"output-{time.monotonic_ns()}"
+        options = [*(["--storage-path", folder, "--metrics-out", self.metrics_file] if trains else []), *args]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.process = FORKS.Process(
+            target=start_script, args=(nproc, script or self.script, folder, self.output, environment,
+            *map(str, options)),
+        )  # fmt: skip
+        self.process.start()
+
+    def finish(self) -> int:
+        self.process.join(LIMIT)
+        if self.process.is_alive():
+            self.kill()
+            raise AssertionError(f"no end after {LIMIT} s:\n{self.text}")
+        return self.process.exitcode
+
+
 def train(nproc: int, folder: Path, *args: object, script: Path | None = None) -> list[dict]:
     """Run to a good end; the metrics."""
-    run = Run(nproc, folder, *args, script=script)
+    run = Fork(nproc, folder, *args, script=script)
     assert run.finish() == 0, run.text
     return run.metrics()
 
@@ -139,7 +199,7 @@ def assert_same_state(seen: Path, expected: Path) -> None:
 
 def refused(nproc: int, folder: Path, *args: object, script: Path | None = None) -> str:
     """The one error line of a start that must be refused."""
-    run = Run(nproc, folder, *args, script=script)
+    run = Fork(nproc, folder, *args, script=script)
     code = run.finish()
     # torchrun ends with 1 whatever its script's exit code was, and reports that code.
     assert code == (2 if nproc == 0 else 1), run.text

@@ -12,6 +12,7 @@ import torchvision
 from runs import (
     ROOT,
     UNEVEN,
+    Fork,
     Run,
     assert_bit_for_bit,
     assert_same_losses,
@@ -74,7 +75,7 @@ def test_a_killed_driver_and_a_damaged_checkpoint(on_cluster, options, tmp_path)
     """
     options = [*options, "--epochs", "3"]
     (tmp_path / "reference").mkdir()
-    reference = Run(2, tmp_path / "reference", *options)  # beside the others, to save time
+    reference = Fork(2, tmp_path / "reference", *options)  # beside the others, to save time
     options += ["--save-every-steps", "6"]
     run = start(tmp_path, *options, "--num-workers", 2)
     run.wait_for_epoch(2)
@@ -85,7 +86,7 @@ def test_a_killed_driver_and_a_damaged_checkpoint(on_cluster, options, tmp_path)
     newest(tmp_path).write_bytes(newest(tmp_path).read_bytes()[:100_000])
 
     assert "add --resume to go on" in refused_here(SCRIPT, *options, "--num-workers", 2, "--storage-path", tmp_path)
-    again = start(tmp_path, *options, "--num-workers", 2, "--resume")
+    again = Fork(0, tmp_path, *options, "--num-workers", 2, "--resume", script=SCRIPT)
     assert again.finish() == 0, again.text
     assert again.text.count("[driver] skipped checkpoint-00000008") == 1, again.text
     assert again.text.count(f"[driver] resuming from {tmp_path}/run/checkpoint-00000006-") == 1, again.text

@@ -3,14 +3,13 @@
 import importlib.util
 import json
 import re
-import subprocess
 from argparse import Namespace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from runs import ROOT, TORCHRUN, Run, refused, refused_here, train
+from runs import ROOT, Fork, Run, refused, refused_here, train
 
 from shared import data, measure, models
 
@@ -85,7 +84,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     run = Run(0, tmp_path, *options, "--num-workers", 2, "--save-every-steps", 18, script=script)
     if script == DEEPSPEED:
         (tmp_path / "undisturbed").mkdir()
-        undisturbed = Run(2, tmp_path / "undisturbed", *options, *LOCAL, script=script)
+        undisturbed = Fork(2, tmp_path / "undisturbed", *options, *LOCAL, script=script)
         run.wait_for_epoch(1)
         run.ray_processes("RayTrainWorker")[-1].kill()
         assert undisturbed.finish() == 0, undisturbed.text
@@ -102,7 +101,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     error = refused(0, tmp_path, *options[: -len(more) or None], *other[1:], "--resume", script=other[0])
     assert "was not written by this training script" in error or "is of --zero-stage 2" in error
     # With the schedule that it was started with: halved after the first epoch the last losses would be others.
-    again = Run(0, tmp_path, *options, "--num-workers", 1, "--resume", "--lr-step-size", 1, script=script)
+    again = Fork(0, tmp_path, *options, "--num-workers", 1, "--resume", "--lr-step-size", 1, script=script)
     assert again.finish() == 0, again.text
     assert "note: --lr-step-size 1 is ignored: the run goes on with its own schedule, 2" in again.text
     assert f"skipped {damaged.name} (truncated" in again.text
@@ -125,8 +124,8 @@ def sharded_states(tmp_path_factory) -> Path:
     """Checkpoints of four ranks, read again by two and by one."""
     folder = tmp_path_factory.mktemp("states")
     for nproc, action in ((4, "save"), (2, "load"), (1, "load")):
-        command = [*TORCHRUN, "--nproc-per-node", str(nproc), ROOT / "tests/sharded_states.py", action, folder]
-        subprocess.run(command, check=True, timeout=900)
+        run = Fork(nproc, folder, action, folder, script=ROOT / "tests/sharded_states.py", trains=False)
+        assert run.finish() == 0, run.text
     return folder
 
 

@@ -1,0 +1,109 @@
+"""Train the same five times, started in five ways, and draw the losses over each other: the figure of README.md.
+
+    python benchmarks/same_curve.py [--out FOLDER]
+
+One process, two ranks, four ranks, two Ray workers, and two ranks of which one is killed on the way: in float64, by
+train_ddp.py and train_ray_ddp.py as they are. Writes same-curve.svg and same-curve.json; ends with an error where two
+losses differ by more than 1e-9.
+"""
+
+import argparse
+import json
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import psutil
+from matplotlib.ticker import MaxNLocator
+
+from shared import plots
+
+ROOT = Path(__file__).parents[1]
+DDP, RAY = ROOT / "01-ddp-pytorch-only/train_ddp.py", ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node"]
+RUNS = {
+    "one process": [sys.executable, DDP],
+    "torchrun, 2 ranks": [*TORCHRUN, "2", DDP],
+    "torchrun, 4 ranks": [*TORCHRUN, "4", DDP],
+    "Ray Train, 2 workers": [sys.executable, RAY, "--num-workers", "2"],
+    "torchrun, 2 ranks, one of them killed": [*TORCHRUN, "2", DDP, "--save-every-steps", "5"],
+}
+OPTIONS = ["--epochs", "1", "--precision", "fp64", "--seed", "7", "--run-name", "run"]
+KILLED_AFTER = 10  # steps; the last run loses a rank as soon as their checkpoint is there
+TOLERANCE = 1e-9
+
+
+def losses(command: list, folder: Path, kill: bool) -> list[float]:
+    """The loss of each step. Raises CalledProcessError where the run fails."""
+    metrics = folder / "metrics.jsonl"
+    command = [*map(str, command), *OPTIONS, "--storage-path", str(folder), "--metrics-out", str(metrics)]
+    with open(folder / "output", "w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+    if kill:
+        while process.poll() is None and not (folder / f"run/checkpoint-{KILLED_AFTER:08d}.pt").exists():
+            time.sleep(0.02)
+        psutil.Process(process.pid).children()[-1].kill()
+    if code := process.wait():
+        print((folder / "output").read_text(), file=sys.stderr)
+        raise subprocess.CalledProcessError(code, command)
+    assert not kill or "resuming from" in (folder / "output").read_text(), "nothing was resumed"
+    return [loss for line in metrics.read_text().splitlines() for loss in json.loads(line)["step_losses"]]
+
+
+def draw(series: dict[str, list[float]], path: Path) -> None:
+    """The curves over each other on the left, what lies between them and the first on the right."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", width_ratios=(1.1, 1))
+    first = next(iter(series.values()))
+    for number, (label, values) in enumerate(series.items()):
+        color, steps = plots.COLORS[number], range(1, len(values) + 1)
+        style = "-" if number == 0 else (2 * number, (2, 2 * len(series) - 4))  # each has its own dashes
+        left.plot(steps, values, color=color, linestyle=style, linewidth=5 if number == 0 else 2.4, label=label)
+        if number:
+            gaps = [max(abs(a - b), 1e-17) for a, b in zip(values, first, strict=True)]
+            right.plot(steps, gaps, color=color, marker="o", markersize=2.5, linewidth=0.8)
+    left.axvline(KILLED_AFTER + 0.5, color=plots.COLORS[4], linewidth=0.8, linestyle=":")
+    left.text(
+        KILLED_AFTER + 0.3, left.get_ylim()[0], "a rank is killed ", color=plots.COLORS[4], ha="right", va="bottom"
+    )
+    right.axhline(TOLERANCE, color="black", linewidth=0.8)
+    right.text(1, TOLERANCE * 1.6, "what the tests allow", fontsize=9)
+    right.set(yscale="log", ylim=(3e-18, 1e-7))
+    left.set_title("Five runs, one curve", loc="left", fontsize=11)
+    right.set_title("How far they lie from one process (0 drawn as $10^{-17}$)", loc="left", fontsize=11)
+    left.set(xlabel="step", ylabel="training loss")
+    right.set(xlabel="step", ylabel="difference in loss")
+    left.legend(frameon=False, fontsize=9, loc="upper right")
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    plt.rcParams["svg.hashsalt"] = "same-curve"  # else every drawing differs from the one before
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", help="default: %(default)s")
+    out = parser.parse_args().out
+    out.mkdir(parents=True, exist_ok=True)
+    series = {}
+    for label, command in RUNS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            series[label] = losses(command, Path(folder), kill="killed" in label)
+        gap = max(abs(a - b) for a, b in zip(series[label], series["one process"], strict=True))
+        print(f"{label:40} {len(series[label])} steps, at most {gap:.1e} from one process", flush=True)
+        assert gap < TOLERANCE
+    about = {"date": f"{date.today()}", "python": platform.python_version(), "torch": version("torch")}
+    about |= {"ray": version("ray"), "step_losses": series}
+    (out / "same-curve.json").write_text(json.dumps(about, indent=1) + "\n")
+    draw(series, out / "same-curve.svg")
+
+
+if __name__ == "__main__":
+    main()
