@@ -2,6 +2,8 @@
 # make test    set up .venv and run every test, lesson and solution
 # make bench   measure on this machine, into benchmarks/results/
 # make diffs   bring the diffs that the READMEs show up to date
+# make book    run every lesson that has changed and write the workshop as a site to book/_build/html
+# make book-check   look at each of its pages in a browser (needs npm and chromium)
 # make reset LESSON=01-ddp-pytorch-only/01_one_process.ipynb    the lesson as it was; yours stays beside it
 # make lint    style; make hooks: checks before each commit; make wheelhouse: wheels for a room without a network
 
@@ -12,6 +14,8 @@ export PYTHONWARNINGS ?= ignore::FutureWarning
 FIRST_LESSON := 01-ddp-pytorch-only/01_one_process.ipynb
 # JupyterLab asks every newcomer whether it may fetch news; in a room without a network it cannot.
 LAB_SETTINGS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}
+BOOK := book/_build
+MERMAID := $(BOOK)/mermaid@12.3.0
 LAB_ARGS ?=
 PIP_ARGS ?=
 PYTEST_ARGS ?=
@@ -21,7 +25,7 @@ PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(PIP_ARGS)
 
-.PHONY: lab test bench diffs lint hooks wheelhouse reset
+.PHONY: lab test bench book book-check diffs lint hooks wheelhouse reset
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
@@ -53,6 +57,22 @@ bench: .venv/installed
 	$(BIN)/python benchmarks/bench_sharded.py
 	$(BIN)/python benchmarks/bench_network.py
 	$(BIN)/python 04-ray-in-production/elastic.py --out benchmarks/results
+
+# The lessons' outputs are kept. Diagrams are drawn by Mermaid in the reader's browser: one file of its npm package.
+book: .venv/installed-dev
+	rm -rf $(BOOK)/source $(BOOK)/html $(BOOK)/doctrees && mkdir -p $(BOOK)/source
+	@if test -f $(MERMAID)/mermaid.min.js; then :; elif command -v npm > /dev/null; then mkdir -p $(MERMAID) && cd $(MERMAID) \
+		&& tar xzf "$$(npm pack --silent $(notdir $(MERMAID)))" --strip-components 2 package/dist/mermaid.min.js && rm -- *.tgz; \
+	else echo "npm is missing: diagrams stay text"; fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c book -d $(BOOK)/doctrees \
+		-D outputs=$(BOOK)/outputs $(if $(shell command -v npm),-D mermaid=$(CURDIR)/$(MERMAID)) $(BOOK)/source $(BOOK)/html
+	$(BIN)/python book/pages.py $(BOOK)/html
+
+book-check:
+	@test -f $(BOOK)/html/index.html || { echo "there is no book yet: make book"; exit 2; }
+	@command -v npm > /dev/null || { echo "npm is missing: the browser cannot be driven"; exit 2; }
+	npm install --silent --no-fund --no-audit --prefix .venv/look playwright-core@1.65.1
+	NODE_PATH=.venv/look/node_modules node book/look.cjs $(BOOK)/html
 
 diffs: .venv/installed
 	$(BIN)/python tests/diffs.py
