@@ -90,7 +90,10 @@ def job_goes_on_after_ctrl_c(folder: Path, environment: dict[str, str]) -> None:
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | environment
     output = folder / "interrupted"
     with open(output, "w") as file:
-        process = subprocess.Popen([TRAIN, *sets], env=variables, stdout=file, stderr=file, start_new_session=True)
+        process = subprocess.Popen(
+            [TRAIN, *sets], env=variables, stdout=file, stderr=file, start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background job ignores it
+        )  # fmt: skip
     deadline = time.monotonic() + LIMIT
     while "epoch 1/10000" not in output.read_text():
         assert process.poll() is None and time.monotonic() < deadline, output.read_text()
