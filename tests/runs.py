@@ -1,4 +1,4 @@
-"""Training scripts as a user starts them: real processes, their output, their metrics; for several test files."""
+"""Training scripts as a user starts them, or forked: real processes, their output, metrics; for several test files."""
 
 import contextlib
 import importlib.util

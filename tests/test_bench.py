@@ -3,11 +3,14 @@
 import importlib
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shared import measure
 
 ROOT = Path(__file__).parents[1]
 
@@ -55,6 +58,26 @@ def test_quick_run_writes_a_table_the_raw_numbers_and_a_figure(tmp_path):
     assert [float(row[1]) for row in body] == [round(1e3 * seconds, 3) for _, seconds in result["all_reduce"]]
     assert "goal below 3: " in page and "goal above 100: " in page
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+def test_the_first_screen_says_what_was_measured():
+    """README.md: five runs within 1e-13, and the table of memory, by the formula and counted."""
+    readme = (ROOT / "README.md").read_text()
+    series = json.loads((ROOT / "benchmarks/results/same-curve.json").read_text())["step_losses"]
+    furthest = max(max(losses) - min(losses) for losses in zip(*series.values(), strict=True))
+    assert len(series) == 5 and furthest < 1e-13 and "No two losses differ by more than 1e-13" in readme
+    (path,) = (ROOT / "benchmarks/results").glob("sharded-*.json")
+    lesson = json.loads(path.read_text())["lesson"]  # the table of lesson 3.4
+    counted = {name: float(seen) for name, seen in re.findall(r"\| \*\*(.+?)\*\* \| ([\d.]+)", lesson)}
+    assert f"results/{path.stem}.md" in readme
+    row = r"^\| ([A-Z][\w, -]+) \| .+? \| ([\d.]+) \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$"
+    rows = re.findall(row, readme, flags=re.MULTILINE)
+    assert [names for names, *_ in rows] == ["DDP", "ZeRO-1, ZeRO-2", "ZeRO-3", "FSDP2"]
+    for names, *shown in rows:
+        for name in names.split(", "):
+            on_1024, on_2 = (measure.predicted_state_bytes(name.lower(), "fp32", 1, ranks) for ranks in (1024, 2))
+            for text, value in zip(shown, (on_1024, on_2, counted[name]), strict=True):
+                assert float(text) == round(value, len(text.partition(".")[2])), (name, text, value)
 
 
 @pytest.mark.parametrize("name", ["ddp", "ray", "sharded"])

@@ -571,7 +571,7 @@ def test_blocks_of_commands_say_that_they_are(page):
 
 # --- run -------------------------------------------------------------------------------------------------------------
 
-# What of the suite runs a command, or one that differs in its sizes and paths alone.
+# What of the suite runs a command, or one that differs in its sizes and paths alone, some of them forked (runs.Fork).
 RUN_BY = {
     r"python train_ddp\.py": "01-ddp-pytorch-only/04_torchrun.ipynb",
     r"torchrun --standalone --nproc-per-node 2 .*train_ddp\.py": (

@@ -1,4 +1,7 @@
-"""train_ddp.py as a user runs it: real processes, compared with one process and with themselves after a kill."""
+"""train_ddp.py in real processes, compared with one process and with themselves after a kill.
+
+They are started as a user does it, or forked (`train` and `refused` of runs.py).
+"""
 
 import re
 import signal
@@ -46,7 +49,9 @@ def test_a_tail_smaller_than_the_world_size(small_mnist, tmp_path):
 
 
 def test_the_digits_at_the_defaults_pass_95_percent(tmp_path):
-    metrics = train(2, tmp_path)
+    run = Run(2, tmp_path)
+    assert run.finish() == 0, run.text
+    metrics = run.metrics()
     assert len(metrics) == 5
     assert metrics[-1]["val_accuracy"] > 0.95
     assert {line["samples_seen"] for line in metrics} == {1280}
