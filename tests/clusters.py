@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 from runs import LIMIT
-from test_program_cluster import SETUP, call
+from test_program_cluster import AT_ONCE, SETUP, call
 
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 
@@ -33,10 +33,11 @@ def head() -> Iterator[dict[str, str]]:
     """The variables that lead to a head without CPUs: started by the program's script, and stopped by it."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         notes = {"RAY_CLUSTER_DIR": f"{folder}/notes", "RAY_PORT": "0", "DASHBOARD_PORT": "0", "RAY_TMPDIR": folder}
+        notes |= AT_ONCE
         call(SETUP, "start", "localhost", **notes, HEAD_CPUS="0")
         try:
             words = Path(folder, "notes/env").read_text().replace("export ", "").split()
-            yield {"RAY_TMPDIR": folder, **dict(word.split("=", maxsplit=1) for word in words)}
+            yield {"RAY_TMPDIR": folder, **AT_ONCE, **dict(word.split("=", maxsplit=1) for word in words)}
         finally:
             call(SETUP, "stop", **notes)
 

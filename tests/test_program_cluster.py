@@ -17,6 +17,7 @@ from runs import LIMIT
 
 PROGRAM = Path(__file__).parent.parent / "04-ray-in-production/program"
 SETUP = PROGRAM / "deployment/ray_cluster_setup.sh"
+AT_ONCE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # a node that is ended has nothing to hand over: no 30 s for it
 TRAIN = PROGRAM / "scripts/run_distributed_training.sh"
 SMALL = ("dataset.vocab_size=200", "dataset.max_length=12", "model.embedding_dim=8", "model.hidden_dim=8")
 
@@ -38,6 +39,7 @@ def notes():
     """Where the set-up script keeps its notes, and Ray what it writes: a short path, in it Ray makes sockets."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         variables = {"RAY_CLUSTER_DIR": f"{folder}/notes", "RAY_PORT": "0", "DASHBOARD_PORT": "0", "RAY_TMPDIR": folder}
+        variables |= AT_ONCE
         yield variables
         if Path(folder, "notes/nodes").exists():  # the test has failed in between
             call(SETUP, "stop", **variables)
