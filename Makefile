@@ -45,10 +45,10 @@ lab: .venv/installed
 	$(BIN)/python -m shared.doctor || true
 	$(BIN)/jupyter lab --allow-root --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
-# Three test files at a time: much of a test is waiting for processes to start, or for one of them to die.
+# Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
 test: .venv/installed-dev
 	$(BIN)/python benchmarks/calibrate.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
 		--nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests 0*-*/
 
 bench: .venv/installed

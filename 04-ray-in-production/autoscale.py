@@ -1,6 +1,6 @@
 """A cluster that grows when work arrives, and shrinks when it is done: no node, two nodes, none, all on this machine.
 
-    python autoscale.py                  # two minutes or more on two CPU cores
+    python autoscale.py                  # a minute or two on two CPU cores
     python autoscale.py --out FOLDER     # and writes what was seen, in a file named after date and device
 
 Starts a Ray cluster of a head without CPUs and its autoscaler, and on it train_ray_ddp.py with two workers of one CPU

@@ -17,7 +17,7 @@ from runs import LIMIT
 
 PROGRAM = Path(__file__).parent.parent / "04-ray-in-production/program"
 SETUP = PROGRAM / "deployment/ray_cluster_setup.sh"
-AT_ONCE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # a node that is ended has nothing to hand over: no 30 s for it
+AT_ONCE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # a node that ends has nothing to hand over: no 30 s
 TRAIN = PROGRAM / "scripts/run_distributed_training.sh"
 SMALL = ("dataset.vocab_size=200", "dataset.max_length=12", "model.embedding_dim=8", "model.hidden_dim=8")
 
