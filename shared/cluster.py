@@ -150,6 +150,7 @@ def quiet_settings(own: bool, elastic: bool = False) -> dict[str, str]:
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leaves CUDA_VISIBLE_DEVICES alone where no GPU is asked for
     }
     if own:
+        settings["RAY_USAGE_STATS_ENABLED"] = "0"  # reports nothing to anybody, and needs an actor less for Ray Data
         settings["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"  # watches for machines that a cloud takes back
         settings["RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"] = "0.5"  # a cluster's controller need not look so often
     if elastic:

@@ -36,6 +36,7 @@ def ray_cluster():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less a run
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": False})
     yield nodes.address
     nodes.shutdown()
@@ -45,6 +46,7 @@ def ray_cluster():
 def on_cluster(ray_cluster, no_ray, monkeypatch) -> str:
     """Scripts join this cluster."""
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     return ray_cluster
 
 

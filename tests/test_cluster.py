@@ -41,7 +41,9 @@ def test_what_the_user_has_set_stays(monkeypatch):
     own, joined = cluster.quiet_settings(own=True), cluster.quiet_settings(own=False)
     assert own["RAY_DATA_LOG_LEVEL"] == joined["RAY_DATA_LOG_LEVEL"] == "DEBUG"
     assert own["RAY_TRAIN_ENABLE_PRINT_PATCH"] == os.environ["RAY_TRAIN_ENABLE_PRINT_PATCH"] == "0"
-    assert own.keys() - joined.keys() == {"RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S"}
+    assert own.keys() - joined.keys() == {
+        "RAY_USAGE_STATS_ENABLED", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S",
+    }  # fmt: skip
     elastic = cluster.quiet_settings(own=False, elastic=True)
     assert elastic.keys() - joined.keys() == {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"}
 
