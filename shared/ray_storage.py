@@ -183,19 +183,17 @@ def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], No
     write: called on every rank with a folder, for its own part of a sharded checkpoint.
     """
     with tempfile.TemporaryDirectory() as folder:
-        reported = None
         if write is not None:
             write(folder)
             mine = checkpoint.check_sums(folder)
             wait_for_all()
             parts = gather_objects(mine)
             state = {**state, "files": {name: entry for part in parts for name, entry in part.items()}}
-            reported = ray.train.Checkpoint.from_directory(folder)
         if worker.rank == 0:
             checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
-            reported = ray.train.Checkpoint.from_directory(folder)
         # A resumed run may come to the same step again: the name must still be new.
         name = f"checkpoint-{state['progress']['step']:08d}-{uuid.uuid4().hex[:8]}"
+        reported = ray.train.Checkpoint.from_directory(folder) if worker.rank == 0 or write is not None else None
         ray.train.report(metrics, checkpoint=reported, checkpoint_dir_name=name)
 
 
