@@ -56,6 +56,9 @@ class Run:
                 start_new_session=True,
             )  # fmt: skip
 
+    def is_running(self) -> bool:
+        return self.process.poll() is None
+
     def kill(self, number: int = signal.SIGKILL) -> None:
         os.killpg(self.process.pid, number)
 
@@ -85,8 +88,7 @@ class Run:
         """Wait until something in `folder` matches `pattern`."""
         deadline = time.monotonic() + LIMIT
         while not (found := list(folder.glob(pattern))):
-            assert self.process.poll() is None, self.text
-            assert time.monotonic() < deadline, self.text
+            assert self.is_running() and time.monotonic() < deadline, self.text
             time.sleep(0.02)
         return found[0]
 
@@ -95,7 +97,7 @@ class Run:
         self.wait_for(self.metrics_file.parent, "metrics.jsonl")  # empty at first
         deadline = time.monotonic() + LIMIT
         while len(self.metrics()) < epoch:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.text
+            assert self.is_running() and time.monotonic() < deadline, self.text
             time.sleep(0.05)
         time.sleep(0.1)
 
@@ -122,7 +124,9 @@ def run_script(script: Path, *args: str) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def start_script(nproc: int, script: Path, folder: Path, output: Path, environment: dict, *args: str) -> None:
+def start_script(
+    nproc: int, script: Path, folder: Path, output: Path, environment: dict, torchrun: dict, *args: str
+) -> None:  # fmt: skip
     """What Run starts, in this process: its session, output, environment, and `nproc` ranks (0: no group)."""
     os.setsid()
     os.chdir(folder)
@@ -133,27 +137,34 @@ def start_script(nproc: int, script: Path, folder: Path, output: Path, environme
     torch.set_num_threads(1)
     if nproc == 0:
         return run_script(script, *args)
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id=uuid.uuid4().hex, rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0", max_restarts=0, start_method="fork",
-    )  # fmt: skip
-    return elastic_launch(config, run_script)(script, *args)
+    standalone = {
+        "min_nodes": 1, "max_nodes": 1, "run_id": uuid.uuid4().hex, "rdzv_endpoint": "localhost:0", "max_restarts": 0,
+    }  # fmt: skip
+    same = {"nproc_per_node": nproc, "rdzv_backend": "c10d", "start_method": "fork"}
+    return elastic_launch(LaunchConfig(**same, **{**standalone, **torchrun}), run_script)(script, *args)
 
 
 class Fork(Run):
-    """The same from processes that have imported already, without torchrun's command line."""
+    """The same from processes that have imported already, without torchrun's command line.
+
+    torchrun: its options, as fields of LaunchConfig.
+    """
 
     def __init__(
-        self, nproc: int, folder: Path, *args: object, script: Path | None = None, trains: bool = True
-    ) -> None:
+        self, nproc: int, folder: Path, *args: object, script: Path | None = None, trains: bool = True,
+        **torchrun: object,
+    ) -> None:  # fmt: skip
         self.metrics_file, self.output = folder / "metrics.jsonl", folder / f"output-{time.monotonic_ns()}"
         options = [*(["--storage-path", folder, "--metrics-out", self.metrics_file] if trains else []), *args]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = FORKS.Process(
-            target=start_script, args=(nproc, script or self.script, folder, self.output, environment,
+            target=start_script, args=(nproc, script or self.script, folder, self.output, environment, torchrun,
             *map(str, options)),
         )  # fmt: skip
         self.process.start()
+
+    def is_running(self) -> bool:
+        return self.process.is_alive()
 
     def finish(self) -> int:
         self.process.join(LIMIT)

@@ -71,7 +71,7 @@ def test_a_worker_a_node_and_the_driver_are_lost(nodes, tmp_path):
     left = workers()
     process.kill()
     process.wait()
-    psutil.wait_procs(left, timeout=LIMIT)
+    assert left and not psutil.wait_procs(left, timeout=LIMIT)[1]
     before = steps()
     again = start("distributed_training", "run", "--resume")
     assert again.wait(LIMIT) == 0, output.read_text()

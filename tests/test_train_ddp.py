@@ -1,6 +1,6 @@
 """train_ddp.py in real processes, compared with one process and with themselves after a kill.
 
-They are started as a user does it, or forked (`train` and `refused` of runs.py).
+They are started as a user does it (`Run` of runs.py), or forked (`Fork`).
 """
 
 import re
@@ -14,7 +14,17 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from runs import UNEVEN, Run, assert_bit_for_bit, assert_same_losses, assert_same_state, refused, refused_here, train
+from runs import (
+    UNEVEN,
+    Fork,
+    Run,
+    assert_bit_for_bit,
+    assert_same_losses,
+    assert_same_state,
+    refused,
+    refused_here,
+    train,
+)
 
 # --- N ranks compute what one process computes ---------------------------------------------------------------------
 
@@ -49,9 +59,7 @@ def test_a_tail_smaller_than_the_world_size(small_mnist, tmp_path):
 
 
 def test_the_digits_at_the_defaults_pass_95_percent(tmp_path):
-    run = Run(2, tmp_path)
-    assert run.finish() == 0, run.text
-    metrics = run.metrics()
+    metrics = train(2, tmp_path)
     assert len(metrics) == 5
     assert metrics[-1]["val_accuracy"] > 0.95
     assert {line["samples_seen"] for line in metrics} == {1280}
@@ -135,7 +143,7 @@ def test_the_whole_job_is_killed_and_resumed(nproc, seen, more, small_mnist, und
     for rank in ranks:  # torchrun's children lead sessions of their own
         rank.kill()
     assert run.finish() == -signal.SIGKILL
-    again = Run(nproc, tmp_path, *options, "--resume")
+    again = Fork(nproc, tmp_path, *options, "--resume")
     assert again.finish() == 0, again.text
     assert_equal_runs(tmp_path, again.metrics(), undisturbed(nproc))
     if more:
@@ -145,7 +153,7 @@ def test_the_whole_job_is_killed_and_resumed(nproc, seen, more, small_mnist, und
 
 def test_one_rank_is_killed_and_torchrun_restarts_all(small_mnist, undisturbed, tmp_path):
     """One of four. (Of two: lesson 1.4, a ResNet, and test_two_nodes_restart_from_the_storage_that_they_share.)"""
-    run = Run(4, tmp_path, *options_for_kills(small_mnist), torchrun=("--max-restarts", "1"))
+    run = Fork(4, tmp_path, *options_for_kills(small_mnist), max_restarts=1)
     run.wait_for(tmp_path / "run", saved_after(1))
     time.sleep(0.15)
     psutil.Process(run.process.pid).children()[-1].kill()
@@ -154,7 +162,7 @@ def test_one_rank_is_killed_and_torchrun_restarts_all(small_mnist, undisturbed, 
     assert_equal_runs(tmp_path, run.metrics(), undisturbed(4))
 
 
-def start_nodes(tmp_path: Path, nnodes: str, options: tuple, *storage: Path) -> list[Run]:
+def start_nodes(tmp_path: Path, min_nodes: int, options: tuple, *storage: Path) -> list[Run]:
     """One torchrun agent for each storage path, as on hosts of their own; the first one's number 0 is rank 0."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -162,18 +170,18 @@ def start_nodes(tmp_path: Path, nnodes: str, options: tuple, *storage: Path) -> 
     for number, path in enumerate(storage):
         folder = tmp_path / f"node-{number}"
         folder.mkdir()
-        # The meeting point is on the last node, so that it outlives the first. Agents number themselves by address.
-        conf = f"is_host={int(number == len(storage) - 1)},last_call_timeout=3,keep_alive_interval=1"
-        torchrun = (
-            "--nnodes", nnodes, "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-conf", conf,
-            "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", tmp_path.name, "--local-addr", f"127.0.0.{number + 1}",
-        )  # fmt: skip
-        nodes.append(Run(1, folder, *options, "--storage-path", path, torchrun=torchrun, standalone=False))
+        torchrun = {
+            "min_nodes": min_nodes, "max_nodes": len(storage), "max_restarts": 2, "run_id": tmp_path.name,
+            "rdzv_endpoint": f"127.0.0.1:{port}", "local_addr": f"127.0.0.{number + 1}",
+            # The meeting point is on the last node, so that it outlives the first. Agents number themselves by address.
+            "rdzv_configs": {"is_host": number == len(storage) - 1, "last_call_timeout": 3, "keep_alive_interval": 1},
+        }  # fmt: skip
+        nodes.append(Fork(1, folder, *options, "--storage-path", path, **torchrun))
     return nodes
 
 
 def test_two_nodes_restart_from_the_storage_that_they_share(small_mnist, undisturbed, tmp_path):
-    nodes = start_nodes(tmp_path, "2", options_for_kills(small_mnist), tmp_path, tmp_path)
+    nodes = start_nodes(tmp_path, 2, options_for_kills(small_mnist), tmp_path, tmp_path)
     nodes[0].wait_for(tmp_path / "run", saved_after(2))
     psutil.Process(nodes[1].process.pid).children()[-1].kill()
     for node in nodes:
@@ -188,12 +196,9 @@ def test_rank_0s_host_is_lost(shared, small_mnist, tmp_path):
     """The other node becomes rank 0. It goes on from storage that they share, and refuses to begin anew elsewhere."""
     storage = [tmp_path / "here", tmp_path / ("here" if shared else "there")]
     options = options_for_kills(small_mnist)
-    nodes = start_nodes(tmp_path, "1:2", options, *storage)
+    nodes = start_nodes(tmp_path, 1, options, *storage)
     nodes[0].wait_for(storage[0] / "run", saved_after(1))
-    lost = nodes[0].descendants()
-    nodes[0].kill()
-    for process in lost:
-        process.kill()
+    nodes[0].kill()  # its rank too, which is of the same session
     assert nodes[1].finish() == (0 if shared else 1), nodes[1].text
     if shared:
         assert "resuming from" in nodes[1].text
@@ -268,7 +273,7 @@ def test_damaged_and_foreign_checkpoints(small_mnist, tmp_path):
     assert "is of --model mlp" in refused_here(Run.script, *here, "--resume", "--model", "resnet18")
     complete = newest.read_bytes()
     newest.write_bytes(complete[: len(complete) // 2])
-    run = Run(0, tmp_path, *options, "--resume")
+    run = Fork(0, tmp_path, *options, "--resume")
     assert run.finish() == 0, run.text
     assert run.text.count("skipped") == 1
     assert f"skipped {newest.name} (truncated" in run.text

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from runs import ROOT, Fork, Run, refused, refused_here, train
+from runs import ROOT, Fork, refused, refused_here, train
 
 from shared import data, measure, models
 
@@ -81,7 +81,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     lesson 3.2.)
     """
     options = ("--seed", 7, "--batch-size", 64, "--epochs", 2, "--run-name", "run", *more)
-    run = Run(0, tmp_path, *options, "--num-workers", 2, "--save-every-steps", 18, script=script)
+    run = Fork(0, tmp_path, *options, "--num-workers", 2, "--save-every-steps", 18, script=script)
     if script == DEEPSPEED:
         (tmp_path / "undisturbed").mkdir()
         undisturbed = Fork(2, tmp_path / "undisturbed", *options, *LOCAL, script=script)
