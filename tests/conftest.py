@@ -31,13 +31,13 @@ def one_process(small_mnist, tmp_path_factory) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def ray_cluster():
-    """The address of a Ray cluster of one node with five CPUs in its books: scripts that join it start sooner."""
+    """The address of a Ray cluster of one node with four CPUs in its books: scripts that join it start sooner."""
     from ray.cluster_utils import Cluster  # takes a second, and few tests need it
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less a run
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 5, "include_dashboard": False})
+        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
     yield nodes.address
     nodes.shutdown()
 

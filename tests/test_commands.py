@@ -574,10 +574,8 @@ def test_blocks_of_commands_say_that_they_are(page):
 # What of the suite runs a command, or one that differs in its sizes and paths alone, some of them forked (runs.Fork).
 RUN_BY = {
     r"python train_ddp\.py": "01-ddp-pytorch-only/04_torchrun.ipynb",
-    r"torchrun --standalone --nproc-per-node 2 .*train_ddp\.py": (
-        "tests/test_train_ddp.py::test_the_digits_at_the_defaults_pass_95_percent"
-    ),
-    r"torchrun .* --max-restarts 3 .*": "tests/test_train_ddp.py::test_one_rank_is_killed_and_torchrun_restarts_all",
+    r"torchrun --standalone --nproc-per-node 2 .*train_ddp\.py": "01-ddp-pytorch-only/04_torchrun.ipynb",
+    r"torchrun .* --max-restarts 3 .*": "01-ddp-pytorch-only/04_torchrun.ipynb",
     r"torchrun .* --resume": "tests/test_train_ddp.py::test_the_whole_job_is_killed_and_resumed",
     r".*launch_multinode_ddp\.sh localhost .*": (
         "tests/test_launcher.py::test_two_local_nodes_train_as_one_process_does"
@@ -588,11 +586,13 @@ RUN_BY = {
     ),
     r"python .*train_ray_ddp\.py (--num-workers 2|--run-name first)": "02-ddp-pytorch-ray/02_nothing_changed.ipynb",
     r"python train_ray_ddp\.py --run-name first --resume": (
-        "tests/test_train_ray.py::test_a_killed_driver_and_a_damaged_checkpoint"
+        "tests/test_train_ray.py::test_four_workers_then_two_after_a_damaged_checkpoint"
     ),
     r"python train_ray_ddp\.py --num-workers 0.*": "tests/test_train_ray.py::test_local_mode",
     r"python train_ray_ddp\.py --num-workers 4:6 .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
-    r"python .*train_ray_ddp\.py --num-workers 16 .*": "tests/test_train_ray.py::test_four_workers_on_a_cluster",
+    r"python .*train_ray_ddp\.py --num-workers 16 .*": (
+        "tests/test_train_ray.py::test_four_workers_then_two_after_a_damaged_checkpoint"
+    ),
     r"python train_ray_ddp_with_ray_data\.py --num-workers 2": (
         "tests/test_train_ray.py::test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed"
     ),

@@ -143,7 +143,7 @@ def test_the_whole_job_is_killed_and_resumed(nproc, seen, more, small_mnist, und
     for rank in ranks:  # torchrun's children lead sessions of their own
         rank.kill()
     assert run.finish() == -signal.SIGKILL
-    again = Fork(nproc, tmp_path, *options, "--resume")
+    again = Run(nproc, tmp_path, *options, "--resume")
     assert again.finish() == 0, again.text
     assert_equal_runs(tmp_path, again.metrics(), undisturbed(nproc))
     if more:
