@@ -97,7 +97,7 @@ def compare_checkouts(args: argparse.Namespace) -> bool:
     random.Random(args.seed).shuffle(first)
     ranks, seconds, known = num_ranks(), {"old": [], "new": []}, {"old": [], "new": []}
     order = f"in an order drawn by seed {args.seed}"
-    print(f"{args.pairs} pairs of {args.steps} steps on {ranks} ranks, {order}", flush=True)
+    print(f"{args.pairs} pair{'s' * (args.pairs > 1)} of {args.steps} steps on {ranks} ranks, {order}", flush=True)
     for number, side in enumerate(first, start=1):
         for each in (side, "new" if side == "old" else "old"):
             result = run(checkouts[each], pythons[each], ranks, args.steps)
