@@ -1,8 +1,6 @@
 """The scripts on Ray Train as a user starts them: held to train_ddp.py, killed, refused, and joined to a cluster."""
 
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -188,7 +186,8 @@ def test_ray_data_in_local_mode(on_cluster, options, tmp_path):
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
 
 
-def test_help_is_the_manual():
-    for script in (SCRIPT, WITH_RAY_DATA):
-        result = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True, check=True)
-        assert "--num-workers" in result.stdout and "--no-use-gpu" in result.stdout and "RAY_ADDRESS" in result.stdout
+@pytest.mark.parametrize("script", [SCRIPT, WITH_RAY_DATA])
+def test_help_is_the_manual(script, tmp_path):
+    run = Fork(0, tmp_path, "--help", script=script, trains=False)
+    assert run.finish() == 0, run.text
+    assert "--num-workers" in run.text and "--no-use-gpu" in run.text and "RAY_ADDRESS" in run.text
