@@ -41,7 +41,7 @@ def finished(folder: Path) -> dict[Path, bytes]:
 
 def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0.2")
-    one_by_one = "tuning.resources_per_trial={CPU: 3}"  # of 5
+    one_by_one = "tuning.resources_per_trial={CPU: 3}"  # of 4
     searching = [*options(copy, "search", *SEARCH, one_by_one), "--out", "best"]
     process, deadline = begin(copy, tmp_path, "tune", *searching), time.monotonic() + LIMIT
     folder = tmp_path / "runs/search"
@@ -77,7 +77,7 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, 
     too_large = [*options(copy, "large", *SEARCH, "tuning.resources_per_trial={CPU: 99}"), "--out", "none"]
     (tmp_path / "output").unlink()
     said = run(copy, tmp_path, "tune", *too_large, code=2)
-    assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than there is, {'CPU': 5.0}" in said
+    assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than there is, {'CPU': 4.0}" in said
 
 
 @pytest.mark.parametrize(("more", "words"), [
