@@ -112,11 +112,12 @@ def test_a_checkout_that_sleeps_in_each_step_raises_the_alarm(checkout):
     old, new = checkout("old"), checkout("new")
     with open(new / "shared/data.py", "a") as file:
         file.write(SLOWLY)
-    said = call(SCRIPT, old, new, "--pairs", 1, "--steps", 4, code=1)
-    assert "1 pair of 4 steps" in said and "drawn by seed 0" in said
+    said = call(SCRIPT, old, new, "--pairs", 2, "--steps", 4, code=1)
+    assert "2 pairs of 4 steps" in said and "drawn by seed 0" in said
     assert f"old  {old}, " in said and f"new  {new}, " in said
-    (pair,) = [line.split() for line in said.splitlines() if line.startswith("pair ")]
-    assert pair[2] in ("old", "new") and float(pair[-3].rstrip(",")) >= SLEEP_S
+    pairs = [line.split() for line in said.splitlines() if line.startswith("pair ")]
+    assert len(pairs) == 2 and {pair[2] for pair in pairs} == {"old", "new"}
+    assert all(float(pair[-3].rstrip(",")) >= SLEEP_S for pair in pairs)
     assert "; the same for both" in said and "ALARM: a step of NEW takes" in said
 
 
@@ -124,6 +125,7 @@ def test_the_same_checkout_twice_runs_to_its_end():
     command = [sys.executable, SCRIPT, ROOT, ROOT, "--pairs", "1", "--steps", "4"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT)
     assert done.returncode in (0, 1), done.stderr  # of one pair
+    assert "\n1 pair of 4 steps" in done.stdout
     assert f"{'ALARM' if done.returncode else 'fine'}: a step of NEW takes" in done.stdout
 
 

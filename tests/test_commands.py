@@ -586,12 +586,12 @@ RUN_BY = {
     ),
     r"python .*train_ray_ddp\.py (--num-workers 2|--run-name first)": "02-ddp-pytorch-ray/02_nothing_changed.ipynb",
     r"python train_ray_ddp\.py --run-name first --resume": (
-        "tests/test_train_ray.py::test_four_workers_then_two_after_a_damaged_checkpoint"
+        "tests/test_train_ray.py::test_four_workers_and_a_damaged_checkpoint"
     ),
     r"python train_ray_ddp\.py --num-workers 0.*": "tests/test_train_ray.py::test_local_mode",
     r"python train_ray_ddp\.py --num-workers 4:6 .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
     r"python .*train_ray_ddp\.py --num-workers 16 .*": (
-        "tests/test_train_ray.py::test_four_workers_then_two_after_a_damaged_checkpoint"
+        "tests/test_train_ray.py::test_four_workers_and_a_damaged_checkpoint"
     ),
     r"python train_ray_ddp_with_ray_data\.py --num-workers 2": (
         "tests/test_train_ray.py::test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed"

@@ -7,15 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
+from ray.train import ScalingConfig
 from runs import ROOT, has_traceback
 from training import config as configuration
 from training import data, trainer, utils
 
+from shared.checkpoint import load
 from shared.distributed import UsageError, Worker
 
 PROGRAM = ROOT / "04-ray-in-production/program"
@@ -77,6 +80,20 @@ def without_times(outcome: dict) -> list[dict]:
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------
+
+
+def test_tracebacks_of_our_own_are_told_from_those_of_ray(tmp_path):
+    shown = []
+    for fails in (
+        lambda: configuration.load(tmp_path),
+        lambda: load(tmp_path / "state.pt"),
+        lambda: ScalingConfig(elastic_resize_monitor_interval_s=-1),
+    ):
+        try:
+            fails()
+        except Exception:
+            shown.append(traceback.format_exc())
+    assert [has_traceback(text) for text in shown] == [True, True, False], shown
 
 
 def test_one_process_and_two_workers_have_the_same_losses(copy, on_cluster, tmp_path):

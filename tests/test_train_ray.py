@@ -1,5 +1,6 @@
 """The scripts on Ray Train as a user starts them: held to train_ddp.py, killed, refused, and joined to a cluster."""
 
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,6 +15,7 @@ from runs import (
     Run,
     assert_bit_for_bit,
     assert_same_losses,
+    assert_same_state,
     has_traceback,
     refused,
     refused_here,
@@ -67,8 +69,8 @@ def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, t
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
 
 
-def test_four_workers_then_two_after_a_damaged_checkpoint(on_cluster, one_process, options, tmp_path):
-    """Four save after 4, 6 and 8 steps, and two go on after the sixth, in mid-epoch.
+def test_four_workers_and_a_damaged_checkpoint(on_cluster, one_process, options, tmp_path):
+    """They save after 4, 6 and 8 steps, go on after the sixth, in mid-epoch, and end where they have ended before.
 
     (A worker and the driver are killed in lesson 2.4, whose run ends where torchrun's ends, bit for bit.)
     """
@@ -83,14 +85,17 @@ def test_four_workers_then_two_after_a_damaged_checkpoint(on_cluster, one_proces
     assert said[0] == "[driver]" and sorted(said) == ["[driver]"] * 2 + ["[rank"] * 2, run.text
     assert "Reporting training result" not in run.text and "(RayTrainWorker" not in run.text
 
-    newest(tmp_path).write_bytes(newest(tmp_path).read_bytes()[:100_000])
-    assert "add --resume to go on" in refused_here(SCRIPT, *options, "--num-workers", 2, "--storage-path", tmp_path)
-    again = fork(tmp_path, *options, "--num-workers", 2, "--resume")
+    undisturbed, damaged = run.metrics(), newest(tmp_path)
+    shutil.copy(damaged, tmp_path / "undisturbed.pt")
+    damaged.write_bytes(damaged.read_bytes()[:100_000])
+    assert "add --resume to go on" in refused_here(SCRIPT, *options, "--num-workers", 4, "--storage-path", tmp_path)
+    again = fork(tmp_path, *options, "--num-workers", 4, "--resume")
     assert again.finish() == 0, again.text
     assert again.text.count("[driver] skipped checkpoint-00000008") == 1, again.text
     assert again.text.count(f"[driver] resuming from {tmp_path}/run/checkpoint-00000006-") == 1, again.text
-    assert_same_losses(one_process, again.metrics())
-    assert [line["world_size"] for line in again.metrics()] == [4, 2]
+    assert_bit_for_bit(again.metrics(), undisturbed)
+    (saved,) = {*(tmp_path / "run").glob("checkpoint-00000008-*/state.pt")} - {damaged}
+    assert_same_state(saved, tmp_path / "undisturbed.pt")
 
 
 def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
