@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import uuid
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import psutil
@@ -123,6 +124,16 @@ def run_script(script: Path, *args: str) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
+def run_rank(all_forked: Barrier, script: Path, *args: str) -> None:
+    """One of the agent's ranks: it connects to the agent's store when all others have been forked.
+
+    For a rank that comes, a thread of the store looks up the name of its host, under a lock of the C library. A rank
+    forked at that moment would find the lock taken, and nobody left to give it back.
+    """
+    all_forked.wait()
+    run_script(script, *args)
+
+
 def start_script(
     nproc: int, script: Path, folder: Path, output: Path, environment: dict, torchrun: dict, *args: str
 ) -> None:  # fmt: skip
@@ -136,11 +147,12 @@ def start_script(
     torch.set_num_threads(1)
     if nproc == 0:
         return run_script(script, *args)
-    standalone = {
+    config = {
         "min_nodes": 1, "max_nodes": 1, "nproc_per_node": nproc, "run_id": uuid.uuid4().hex, "rdzv_backend": "c10d",
-        "rdzv_endpoint": "localhost:0", "max_restarts": 0, "start_method": "fork",
+        "rdzv_endpoint": "localhost:0", "max_restarts": 0, "start_method": "fork", **torchrun,
     }  # fmt: skip
-    return elastic_launch(LaunchConfig(**standalone | torchrun), run_script)(script, *args)
+    all_forked = multiprocessing.get_context(config["start_method"]).Barrier(nproc)
+    return elastic_launch(LaunchConfig(**config), run_rank)(all_forked, script, *args)
 
 
 class Fork(Run):

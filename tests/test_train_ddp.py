@@ -173,6 +173,7 @@ def start_nodes(tmp_path: Path, min_nodes: int, options: tuple, *storage: Path) 
             "rdzv_endpoint": f"127.0.0.1:{port}", "local_addr": f"127.0.0.{number + 1}",
             # The meeting point is on the last node, so that it outlives the first. Agents number themselves by address.
             "rdzv_configs": {"is_host": number == len(storage) - 1, "last_call_timeout": 3, "keep_alive_interval": 1},
+            "start_method": "spawn",  # ranks of the other nodes come while this one's are made: see run_rank
         }  # fmt: skip
         nodes.append(Fork(1, folder, *options, "--storage-path", path, **torchrun))
     return nodes
