@@ -153,16 +153,19 @@ def test_what_must_not_change_the_losses(change, exact, tmp_path):
     ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=3000", "model.hidden_dim=64"),
 ])  # fmt: skip
 def test_the_other_models_learn(changes, tmp_path):
-    outcome = here(tmp_path, *SMALL, *changes)
+    """How much depends on the snippets, which are another Python's elsewhere."""
+    outcome = here(tmp_path, *SMALL, *changes, "training.lr=0.03", "training.epochs=5")
     first, last = outcome["epochs"][0], outcome["epochs"][-1]
-    assert last["train_loss"] < 0.95 * first["train_loss"] and last["train_accuracy"] > first["train_accuracy"]
+    assert last["train_loss"] < 0.95 * first["train_loss"]
+    assert last["train_accuracy"] > first["train_accuracy"] + 0.05
 
 
 def test_gradients_are_clipped(exact, tmp_path):
-    outcome = losses(here(tmp_path, *EXACT, "training.epochs=1", "training.max_grad_norm=1e-12"))
-    # Adam divides by the gradients' size; what is below its epsilon of 1e-8 moves the weights by next to nothing.
-    assert outcome[0] == exact[0] and abs(sum(outcome[-5:]) / 5 - sum(outcome[:5]) / 5) < 0.02
-    assert sum(exact[-5:]) / 5 < sum(exact[:5]) / 5 - 0.02
+    """To so little that the model stands still: Adam divides by their size, but not by less than its epsilon of 1e-8."""
+    clipped = losses(here(tmp_path, *EXACT, "training.epochs=1", "training.max_grad_norm=1e-12"))
+    still = losses(here(tmp_path, *EXACT, "training.epochs=1", "training.lr=1e-9"))
+    assert clipped == pytest.approx(still, abs=1e-4)
+    assert exact[0] == clipped[0] and exact != pytest.approx(still, abs=0.05)
 
 
 def test_training_ends_early_and_the_best_are_kept(tmp_path):
@@ -184,7 +187,7 @@ def test_training_ends_early_and_the_best_are_kept(tmp_path):
 
 
 def test_the_defaults_reach_what_the_readme_says(tmp_path):
-    """0.89 on 320 test snippets, give or take 0.05; counted words reach 0.95."""
+    """On the snippets of Python 3.11, 3.12 and 3.13; those of their later releases may differ a little."""
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.linear_model import LogisticRegression
 
@@ -198,8 +201,8 @@ def test_the_defaults_reach_what_the_readme_says(tmp_path):
     counts = words.fit_transform([row["text"] for row in rows["train"]])
     baseline = LogisticRegression(max_iter=2000).fit(counts, [row["label"] for row in rows["train"]])
     seen = words.transform([row["text"] for row in rows["test"]])
-    assert baseline.score(seen, [row["label"] for row in rows["test"]]) == pytest.approx(0.95, abs=0.05)
-    assert here(tmp_path)["test_accuracy"] == pytest.approx(0.89, abs=0.05)
+    words, network = baseline.score(seen, [row["label"] for row in rows["test"]]), here(tmp_path)["test_accuracy"]
+    assert 0.8 < network < words < 0.98
 
 
 # --- data of one's own -----------------------------------------------------------------------------------------------
