@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from runs import train
 
 CHAPTER = Path(__file__).parents[1] / "01-ddp-pytorch-only"
 LAUNCHER = CHAPTER / "launch_multinode_ddp.sh"
@@ -100,14 +101,13 @@ def fake_ssh(tmp_path: Path) -> dict[str, str]:
     return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "FAKE_SSH_LOG": str(tmp_path / "ssh.log")}
 
 
-def test_two_local_nodes_train_as_one_process_does(tmp_path):
+def test_two_local_nodes_train_as_one_process_does(tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of the one process
     run = launch("localhost", "localhost", "--", *SHORT, "--metrics-out", "two.jsonl", folder=tmp_path, **CPU)
     assert run.returncode == 0, run.stdout + run.stderr
     assert all(re.match(r"\[node [01] localhost\] ", line) for line in run.stdout.splitlines())
     assert re.search(r"^\[node 0 localhost\] \[rank 0/2\] done after 2 steps", run.stdout, re.MULTILINE)
-    command = [sys.executable, CHAPTER / "train_ddp.py", *SHORT, "--metrics-out", "one.jsonl"]
-    subprocess.run(command, cwd=tmp_path, env=environment(OMP_NUM_THREADS="1", **CPU), check=True, capture_output=True)
-    two, one = (json.loads((tmp_path / name).read_text()) for name in ("two.jsonl", "one.jsonl"))
+    two, one = json.loads((tmp_path / "two.jsonl").read_text()), train(0, tmp_path, *SHORT)[0]
     assert two["world_size"] == 2 and one["world_size"] == 1 and two["samples_seen"] == one["samples_seen"] == 32
     assert two["step_losses"] == pytest.approx(one["step_losses"], rel=1e-9)
     assert two["val_loss"] == pytest.approx(one["val_loss"], rel=1e-9)

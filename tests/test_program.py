@@ -161,7 +161,7 @@ def test_the_other_models_learn(changes, tmp_path):
 
 
 def test_gradients_are_clipped(exact, tmp_path):
-    """To so little that the model stands still: Adam divides by their size, but not by less than its epsilon of 1e-8."""
+    """To so little that the model stands still: Adam divides by their size, but not by less than its epsilon, 1e-8."""
     clipped = losses(here(tmp_path, *EXACT, "training.epochs=1", "training.max_grad_norm=1e-12"))
     still = losses(here(tmp_path, *EXACT, "training.epochs=1", "training.lr=1e-9"))
     assert clipped == pytest.approx(still, abs=1e-4)

@@ -57,7 +57,8 @@ def test_a_tail_smaller_than_the_world_size(small_mnist, tmp_path):
 
 
 def test_the_digits_at_the_defaults_pass_95_percent(tmp_path):
-    metrics = train(2, tmp_path)
+    """In one process, which takes half the CPU time of two ranks. (What two compute is what one does: lesson 1.4.)"""
+    metrics = train(0, tmp_path)
     assert len(metrics) == 5
     assert metrics[-1]["val_accuracy"] > 0.95
     assert {line["samples_seen"] for line in metrics} == {1280}
