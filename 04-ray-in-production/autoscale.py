@@ -18,7 +18,6 @@ import os
 import re
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,8 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 import ray
 from elastic import LIMIT_S, ROOT, machine, process
 
+from shared.distributed import free_port
+
 IDLE_S, STEPS = 15, 4
 TRAINING = ["--num-workers", "2", "--no-use-gpu", "--model", "mlp", "--run-name", "autoscale", "--max-steps", STEPS]
 HEAD, NODE = "ray.head.default", "node of one CPU"  # under another name this provider launches one head after another
@@ -45,8 +46,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, cluster(folder) as address:
-        changes, started, ended = train_and_watch(folder, address)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, cluster(folder) as (address, head):
+        changes, started, ended = train_and_watch(folder, address, head)
     came, went = first(changes, nodes=2), changes[-1]["seconds"]
     print(f"two nodes {came - started:.1f} s after the work arrived, none {went - ended:.1f} s after it was done")
     if args.out is not None:
@@ -60,14 +61,9 @@ def main() -> None:
     assert max(change["nodes"] for change in changes) == max(change["busy"] for change in changes) == 2, changes
 
 
-def free_port() -> int:
-    with socket.create_server(("", 0)) as free:
-        return free.getsockname()[1]
-
-
 @contextlib.contextmanager
-def cluster(folder: str) -> Iterator[str]:
-    """The address of a head without CPUs, and of the autoscaler that runs beside it."""
+def cluster(folder: str) -> Iterator[tuple[str, psutil.Popen]]:
+    """A head without CPUs and the autoscaler beside it: the address, and the process whose end is theirs."""
     os.environ["RAY_TMPDIR"] = folder  # files and ports of its own: another Ray of this machine does not notice
     address = f"{ray.util.get_node_ip_address()}:{free_port()}"
     config = {
@@ -119,7 +115,7 @@ def cluster(folder: str) -> Iterator[str]:
         while "Ray runtime started" not in output.read_text():
             assert head.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
-        yield address
+        yield address, head
     finally:
         # Not `ray stop`: it ends every Ray of the machine. The nodes are children of the autoscaler.
         below = head.children(recursive=True) if head.is_running() else []
@@ -130,7 +126,7 @@ def cluster(folder: str) -> Iterator[str]:
                 each.kill()
 
 
-def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float]:
+def train_and_watch(folder: str, address: str, head: psutil.Popen) -> tuple[list[dict], float, float]:
     """Each change of the nodes; when the work arrived, and when it was done: in seconds since the start."""
     ray.init(address, log_to_driver=False, logging_level="ERROR")
     begun, changes = time.monotonic(), []
@@ -140,6 +136,7 @@ def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float
 
     def look() -> int:
         """How many nodes there are now beside the head."""
+        assert head.poll() is None, Path(folder, "head.log").read_text()  # or Ray would wait a minute for its answer
         free = ray._private.state.available_resources_per_node()
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         now = {"nodes": len(nodes), "busy": sum(free.get(node, {}).get("CPU", 0) < 1 for node in nodes)}

@@ -22,7 +22,7 @@ from ray.util.placement_group import PlacementGroup
 
 import shared
 from shared.cli import RunFailed
-from shared.distributed import UsageError, Worker
+from shared.distributed import UsageError, Worker, free_port
 from shared.ray_storage import RayRun
 
 PATIENCE_S = 45  # for a cluster that may grow
@@ -67,8 +67,7 @@ def start(
     OWN_ADDRESS.clear()
     if address == "local":
         # Ray's helpers look for "the" Ray of a machine, and complain where two run: tell them which one is theirs.
-        with socket.create_server(("", 0)) as free:
-            port = str(free.getsockname()[1])
+        port = str(free_port())
         OWN_ADDRESS.update(RAY_GCS_SERVER_PORT=port, RAY_ADDRESS=f"{ray.util.get_node_ip_address()}:{port}")
         # Ray counts the CPUs that a container may use. Four workers, and tasks beside them, may be tried on fewer.
         here = int(get_num_cpus(override_docker_cpu_warning=True))

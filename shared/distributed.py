@@ -4,9 +4,10 @@ import atexit
 import gc
 import os
 import random
+import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -39,6 +40,18 @@ class Worker:
         """Print one line that says which rank it is from."""
         # The line's end is part of the string: one write, so that two ranks' lines cannot run into each other.
         print(f"[rank {self.rank}/{self.world_size}] {message}\n", end="", flush=True)
+
+
+def free_port() -> int:
+    """A TCP port where nobody listens, for a process that binds it some seconds later.
+
+    It lies below the ports that Linux hands out to whoever wants any: one of those is free now, and a moment later
+    another process's, if only for a connection that it has opened. And it lies above those of Ray's workers.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 29_000)  # the one generator that nobody seeds
+        with suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 def rank_from_environment() -> int:

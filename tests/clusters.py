@@ -3,7 +3,6 @@
 import contextlib
 import os
 import shlex
-import socket
 import subprocess
 import sys
 import tempfile
@@ -15,12 +14,9 @@ import psutil
 from runs import LIMIT
 from test_program_cluster import AT_ONCE, SETUP, call
 
+from shared.distributed import free_port
+
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as free:
-        return free.getsockname()[1]
 
 
 def can_mount() -> bool:

@@ -3,7 +3,6 @@
 import getpass
 import os
 import shutil
-import socket
 import subprocess
 import tempfile
 import time
@@ -15,16 +14,13 @@ import pytest
 from runs import LIMIT
 from test_program_cluster import SETUP, call
 
+from shared.distributed import free_port
+
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 SEPARATION = Path("/run/sshd")  # an sshd that root starts wants this folder; the system's service makes it
 pytestmark = pytest.mark.skipif(
     not (SSHD and shutil.which("ssh")), reason="no sshd here (Debian: apt-get install openssh-server)"
 )
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """shared.distributed: what four ranks see of each other, and what one process does without a group."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -41,6 +42,21 @@ def test_half_a_description_of_a_group_is_refused(missing, monkeypatch):
         distributed.join()
 
 
+def test_a_free_port_is_not_one_that_linux_hands_out_by_itself():
+    ports = {distributed.free_port() for _ in range(50)}
+    low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    assert len(ports) > 40 and not ports & set(range(low, high + 1)) and not ports & set(range(10_002, 20_000))
+
+
+def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
+    taken = distributed.free_port()
+    with socket.create_server(("", taken)):
+        other = distributed.free_port()
+        drawn = iter([taken, taken, other])
+        monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(drawn))
+        assert distributed.free_port() == other
+
+
 LEAVES = """
 import sys
 import torch
@@ -56,9 +72,8 @@ distributed.leave()
 def test_a_script_that_has_left_keeps_its_exit_code(tmp_path):
     expected, processes = {"": 0, "sys.exit(3)": 3, "raise SystemExit(4)": 4, "1 / 0": 1}, []
     for then in expected:
-        with socket.create_server(("", 0)) as free:
-            alone = dict.fromkeys(distributed.FROM_TORCHRUN, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-            alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+        alone = dict.fromkeys(distributed.FROM_TORCHRUN, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port())}
         command = [sys.executable, "-c", LEAVES.format(then=then)]
         processes.append(subprocess.Popen(command, env={**os.environ, **alone}, stderr=subprocess.DEVNULL))
     assert [process.wait(600) for process in processes] == list(expected.values())

@@ -19,7 +19,7 @@ from notebook_rules import ROOT, dead_links, repository_files
 # Raising one of these is a decision, not a repair. Without the exercise checks, the figures and the machine check:
 # 1,200, 100 for what large checkpoints, lost hosts and lost workers ask for, 180 for images of one's own, and 20 for
 # saving inside an epoch and a number of workers that changes, and 10 for chapter 4's own package on a cluster's nodes.
-CODE_LINES_IN_SHARED = 1_510
+CODE_LINES_IN_SHARED = 1_515
 CODE_LINES_IN_SCRIPTS = {
     "01-ddp-pytorch-only/train_ddp.py": 110,
     "02-ddp-pytorch-ray/train_ray_ddp.py": 126,

@@ -5,7 +5,6 @@ They are started as a user does it (`Run` of runs.py), or forked (`Fork`).
 
 import re
 import signal
-import socket
 import time
 from pathlib import Path
 
@@ -23,6 +22,8 @@ from runs import (
     refused_here,
     train,
 )
+
+from shared.distributed import free_port
 
 # --- N ranks compute what one process computes ---------------------------------------------------------------------
 
@@ -163,9 +164,7 @@ def test_one_rank_is_killed_and_torchrun_restarts_all(small_mnist, undisturbed, 
 
 def start_nodes(tmp_path: Path, min_nodes: int, options: tuple, *storage: Path) -> list[Run]:
     """One torchrun agent for each storage path, as on hosts of their own; the first one's number 0 is rank 0."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    nodes = []
+    port, nodes = free_port(), []
     for number, path in enumerate(storage):
         folder = tmp_path / f"node-{number}"
         folder.mkdir()

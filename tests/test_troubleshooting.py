@@ -16,6 +16,8 @@ import clusters
 import pytest
 from runs import LIMIT, TORCHRUN
 
+from shared.distributed import free_port
+
 
 def without_ray(**variables: str) -> dict[str, str]:
     """The environment without what it says of a Ray, and with these variables."""
@@ -97,7 +99,7 @@ def far(nodes):
 @pytest.fixture
 def closed() -> str:
     """An address where nobody listens."""
-    return f"127.0.0.1:{clusters.free_port()}"
+    return f"127.0.0.1:{free_port()}"
 
 
 # --- a node or a driver that does not join ---------------------------------------------------------------------------

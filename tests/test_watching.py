@@ -5,7 +5,6 @@ import http.server
 import json
 import re
 import shutil
-import socket
 import struct
 import subprocess
 import threading
@@ -23,6 +22,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
+
+from shared.distributed import free_port
 
 LESSON = Notebook(ROOT / "04-ray-in-production/03_watching.ipynb")
 CELLS = {cell.raw["id"]: cell for cell in LESSON.cells}
@@ -172,11 +173,11 @@ def lesson(tmp_path):
     folder = tmp_path / "ray"
     folder.mkdir()
     names = {
-        "json": json, "Path": Path, "subprocess": subprocess, "urllib": urllib, "socket": socket,
+        "json": json, "Path": Path, "subprocess": subprocess, "urllib": urllib, "free_port": free_port,
         "text_string_to_metric_families": text_string_to_metric_families, "discovery": discovery,
         "ray_folder": type("Folder", (), {"name": str(folder)}), "prometheus": None, "page": None,
     }  # fmt: skip
-    for cell in ("settings", "scrape", "prometheus", "ask"):
+    for cell in ("scrape", "prometheus", "ask"):
         wanted = list(definitions(CELLS[cell].python).values())
         exec(compile(ast.Module(wanted, []), cell, "exec"), names)
     yield names

@@ -20,12 +20,17 @@ NOTES=${RAY_CLUSTER_DIR:-$HOME/.ray-cluster}
 THERE="\"\$HOME/.ray-cluster\""  # on a host, where the home may be another one
 [ -z "${RAY_CLUSTER_DIR:-}" ] || THERE=$(printf %q "$NOTES")
 PYTHON=${PYTHON:-$(command -v python || true)}
-FREE_PORT='import socket, sys
+# Below the ports that Linux hands out to whoever wants any, lest it is another's a moment later; above Ray's workers'.
+FREE_PORT='import random, socket, sys
 wanted = int(sys.argv[1])
-try:
-    print(socket.create_server(("", wanted)).getsockname()[1])
-except OSError:
-    sys.exit(f"port {wanted} is taken")'
+for port in [wanted] if wanted else random.sample(range(20_000, 29_000), 100):
+    try:
+        socket.create_server(("", port)).close()
+    except OSError:
+        continue
+    print(port)
+    sys.exit()
+sys.exit(f"port {wanted} is taken")'
 
 fail() {
     echo "error: $*" >&2
