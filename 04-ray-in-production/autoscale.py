@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,6 +33,7 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 import ray
 from elastic import LIMIT_S, ROOT, machine, process
 
+from shared.cluster import kill
 from shared.distributed import free_port
 
 IDLE_S, STEPS = 15, 4
@@ -46,8 +48,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, cluster(folder) as (address, head):
-        changes, started, ended = train_and_watch(folder, address, head)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, cluster(folder) as address:
+        changes, started, ended = train_and_watch(folder, address)
     came, went = first(changes, nodes=2), changes[-1]["seconds"]
     print(f"two nodes {came - started:.1f} s after the work arrived, none {went - ended:.1f} s after it was done")
     if args.out is not None:
@@ -62,8 +64,8 @@ def main() -> None:
 
 
 @contextlib.contextmanager
-def cluster(folder: str) -> Iterator[tuple[str, psutil.Popen]]:
-    """A head without CPUs and the autoscaler beside it: the address, and the process whose end is theirs."""
+def cluster(folder: str) -> Iterator[str]:
+    """The address of a head without CPUs, and of the autoscaler that runs beside it."""
     os.environ["RAY_TMPDIR"] = folder  # files and ports of its own: another Ray of this machine does not notice
     address = f"{ray.util.get_node_ip_address()}:{free_port()}"
     config = {
@@ -110,23 +112,32 @@ def cluster(folder: str) -> Iterator[tuple[str, psutil.Popen]]:
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", *options]
     with open(output, "w") as out:
         head = psutil.Popen(command, env={**os.environ, **variables}, stdout=out, stderr=subprocess.STDOUT)
+    stopping = threading.Event()
+
+    def tell_if_it_ends() -> None:
+        head.wait()
+        if not stopping.is_set():
+            print(f"error: the head has ended, and left its logs in {folder}\n{output.read_text()}", file=sys.stderr)
+            kill(psutil.Process().children(recursive=True))
+            os._exit(1)  # the other thread waits for the head's answer, for a minute, and would then end without a word
+
     try:
         deadline = time.monotonic() + LIMIT_S
         while "Ray runtime started" not in output.read_text():
             assert head.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
-        yield address, head
+        threading.Thread(target=tell_if_it_ends, daemon=True).start()
+        yield address
     finally:
         # Not `ray stop`: it ends every Ray of the machine. The nodes are children of the autoscaler.
+        stopping.set()
         below = head.children(recursive=True) if head.is_running() else []
         head.terminate()
         _, alive = psutil.wait_procs([head, *below], timeout=30)
-        for each in alive:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                each.kill()
+        kill(alive)
 
 
-def train_and_watch(folder: str, address: str, head: psutil.Popen) -> tuple[list[dict], float, float]:
+def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float]:
     """Each change of the nodes; when the work arrived, and when it was done: in seconds since the start."""
     ray.init(address, log_to_driver=False, logging_level="ERROR")
     begun, changes = time.monotonic(), []
@@ -136,7 +147,6 @@ def train_and_watch(folder: str, address: str, head: psutil.Popen) -> tuple[list
 
     def look() -> int:
         """How many nodes there are now beside the head."""
-        assert head.poll() is None, Path(folder, "head.log").read_text()  # or Ray would wait a minute for its answer
         free = ray._private.state.available_resources_per_node()
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
         now = {"nodes": len(nodes), "busy": sum(free.get(node, {}).get("CPU", 0) < 1 for node in nodes)}

@@ -1,12 +1,16 @@
-"""Chapter 4's cluster that grows and shrinks: no node, two that work, none."""
+"""Chapter 4's cluster that grows and shrinks: no node, two that work, none; and one whose head dies."""
 
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import psutil
 from runs import LIMIT
+
+from shared.cluster import kill
 
 SCRIPT = Path(__file__).parent.parent / "04-ray-in-production/autoscale.py"
 
@@ -22,3 +26,19 @@ def test_nodes_come_when_work_arrives_and_go_when_it_is_done(no_ray, tmp_path):
     assert nodes[0] == nodes[-1] == 0 and max(nodes) == max(busy) == 2
     assert record["work_arrived_s"] < record["work_done_s"] < record["changes"][-1]["seconds"]
     assert "two nodes " in done.stdout and "none " in done.stdout
+
+
+def test_a_head_that_dies_is_told_with_its_reason(no_ray):
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # a short path: Ray makes sockets in it
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+        pipe = subprocess.PIPE
+        process = psutil.Popen([sys.executable, SCRIPT], env=environment, stdout=pipe, stderr=pipe, text=True)
+        while "work arrives" not in (line := process.stdout.readline()):
+            assert line, process.stderr.read()
+        children = process.children(recursive=True)
+        (server,) = [child for child in children if "ray.util.client.server" in " ".join(child.cmdline())]
+        server.kill()  # a taken port ends it, too
+        _, said = process.communicate(timeout=LIMIT)
+        assert process.returncode == 1
+        assert f"the head has ended, and left its logs in {folder}" in said and "ray_client_server" in said
+        kill(children)  # some would look for the head for a minute
