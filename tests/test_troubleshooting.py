@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import socket
 import subprocess
 import sys
 import tempfile
@@ -138,6 +139,19 @@ def test_an_address_file_that_a_dead_cluster_has_left(closed, tmp_path):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as short:
         stale(Path(short), closed)
         assert "nodes: 1" in run(sys.executable, init, RAY_ADDRESS="local", RAY_TMPDIR=short)
+
+
+def test_a_head_whose_port_for_clients_is_taken():
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # a short path: Ray makes sockets in it
+    with folder as short, socket.create_server(("127.0.0.1", 0)) as other:
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=0"]
+        command += ["--include-dashboard=false", "--disable-usage-stats", f"--object-store-memory={100 * 2**20}"]
+        command += [f"--port={free_port()}", f"--dashboard-agent-listen-port={free_port()}"]
+        command += [f"--ray-client-server-port={other.getsockname()[1]}"]
+        said = run(*command, ok=False, RAY_TMPDIR=short, **clusters.AT_ONCE)
+    assert "Some Ray subprocesses exited unexpectedly" in said and "Address already in use" in said
+    assert "ray_client_server" in said.partition("exited unexpectedly")[2].splitlines()[1]
+    # With a port that is free it stays: so has the head of this file.
 
 
 # --- a job that waits, or whose files are gone -----------------------------------------------------------------------
