@@ -98,8 +98,16 @@ first=${hosts[0]##*@} variables=() gpus=() command=()
 if ((num_local)); then
     first=127.0.0.1
     "$PYTHON" -c '' 2>/dev/null || fail "PYTHON=$PYTHON does not run"
-    bind='import socket, sys; s = socket.create_server(("", int(sys.argv[1]))); print(s.getsockname()[1])'
-    free_port=$("$PYTHON" -c "$bind" "${port:-0}" 2>/dev/null) || fail "port $port is in use on this machine"
+    # Below the ports that Linux hands out to whoever wants any, lest it is another's a moment later.
+    bind='import random, socket, sys
+for port in sys.argv[1:] or random.sample(range(20_000, 29_000), 100):
+    try:
+        socket.create_server(("", int(port))).close()
+    except OSError:
+        continue
+    sys.exit(print(port))
+sys.exit(1)'
+    free_port=$("$PYTHON" -c "$bind" ${port:+"$port"} 2>/dev/null) || fail "port $port is in use on this machine"
     port=$free_port
     if ((num_local > 1)); then # they share the machine
         [[ $nproc != gpu ]] || fail "--nproc-per-node gpu: nodes that share a machine need a number"

@@ -16,6 +16,7 @@ import os
 import time
 import zlib
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import ray.train
@@ -97,11 +98,11 @@ def train(args: Namespace, worker: distributed.Worker) -> list[dict]:
             checkpoint.make_universal(saved, worker)
             args.settings["checkpoint"] = {"load_universal": True}
         if state is not None:  # the schedule is the run's own
-            args.lr_step_size = state["progress"]["options"]["lr_step_size"]
-        engine = build_engine(config, len(splits.train), args, worker)
+            progress = state["progress"]
+            args.lr_step_size = progress["options"]["lr_step_size"]
+        engine = build_engine(config, schedule(args, progress, len(splits.train)), args, worker)
         if state is not None:
             checkpoint.restore_zero(saved, engine, universal=moved)
-            progress = state["progress"]
             if worker.rank == 0:
                 worker.log(f"going on after step {progress['step']}")
 
@@ -172,13 +173,20 @@ def fill_in(settings: dict, args: Namespace, world_size: int) -> dict:
     return settings
 
 
-def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, worker: distributed.Worker) -> nn.Module:
+def schedule(args: Namespace, progress: dict, num_samples: int) -> Callable[[int], float]:
+    """The learning rate's factor after a number of optimizer steps: halved every `args.lr_step_size` epochs."""
+    per_epoch = len(data.global_batch_counts(num_samples, args.batch_size))
+    # Resumed with another --batch-size, a run has come as far as it is in more or in fewer steps.
+    ahead = progress["epoch"] * per_epoch + progress["position"] // args.batch_size - progress["step"]
+    return lambda step: 0.5 ** ((step + ahead) // (args.lr_step_size * per_epoch))
+
+
+def build_engine(config: models.GPTConfig, factor: Callable, args: Namespace, worker: distributed.Worker) -> nn.Module:
     """A DeepSpeedEngine around a GPT. In stage 3 its weights are cut up while it is built: no rank ever holds all."""
     import deepspeed  # takes seconds; the driver needs none of it
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for CPUs only
     deepspeed.init_distributed(dist_init_required=False)  # joins the process group that is there
-    halving = args.lr_step_size * len(data.global_batch_counts(num_samples, args.batch_size))  # in optimizer steps
     with deepspeed.zero.Init(config_dict_or_path=args.settings, enabled=args.zero_stage == 3):
         model = models.GPT(config, args.activation_checkpointing)
     models.init_weights(model, args.seed, gathered=lambda parameter: deepspeed.zero.GatheredParameters(
@@ -188,7 +196,7 @@ def build_engine(config: models.GPTConfig, num_samples: int, args: Namespace, wo
         model=model,
         model_parameters=model.parameters(),
         config=args.settings,
-        lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 0.5 ** (step // halving)),
+        lr_scheduler=lambda optimizer: LambdaLR(optimizer, factor),
     )[0]
 
 

@@ -142,7 +142,8 @@ asynchronous save over the synchronous: **{still:.2f}**, goal below 0.50: {reach
 
 ## The table of lesson 3.4
 
-Two Ray workers, global batch 16, eight steps of each strategy in one worker group.
+Two Ray workers, global batch 16, eight steps of each strategy in one worker group. (Few steps on a smaller batch: for
+speeds take the first table, which has longer runs in turn.)
 
 {result["lesson"]}
 """

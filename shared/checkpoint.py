@@ -5,7 +5,6 @@ import os
 import pickle
 import random
 import re
-import shutil
 import time
 import uuid
 import zipfile
@@ -127,7 +126,7 @@ def random_state() -> dict:
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # not by a run on CPUs
     }
 
 
@@ -197,7 +196,8 @@ def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) 
     """Read this rank's slices from what any number of ranks have written with `save_sharded`. Collective.
 
     Raises UsageError where `folder` holds another model: every rank meets the same error. One that trying again may
-    cure (a file that cannot be read just now, memory) comes as it is.
+    cure (a file that cannot be read just now, memory) comes as it is. DCP unpickles a file of the folder, which may run
+    code: read only what nobody else can write.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -235,14 +235,11 @@ def make_universal(folder: str | Path, worker: Worker) -> None:
                     input_folder=str(folder / "zero"), output_folder=str(partial), num_extract_workers=1,
                     num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
                 ))  # fmt: skip
-            try:
-                partial.rename(folder / "universal")
-            except OSError:  # in a folder that the nodes share, another one was first
-                shutil.rmtree(partial)
+            partial.rename(folder / "universal")
 
 
 def restore_zero(folder: str | Path, engine: object, universal: bool = False) -> None:
-    """Read this rank's slices of a DeepSpeed engine. Collective.
+    """Read this rank's slices of a DeepSpeed engine. Collective. DeepSpeed unpickles them, as in `restore_sharded`.
 
     universal: read what `make_universal` has made, for an engine whose settings say `load_universal`.
     """

@@ -74,6 +74,13 @@ def path_or_uri(text: str) -> str:
     return text.rstrip("/") if "://" in text else os.path.abspath(text)
 
 
+def run_name(text: str) -> str:
+    """An option's value as the name of a folder, not the path of one."""
+    if "/" in text or text in ("", ".", ".."):
+        raise argparse.ArgumentTypeError(f"{text!r} is no name of a folder: --storage-path says where runs lie")
+    return text
+
+
 def training_parser(
     description: str, models: Sequence[str] = IMAGE_MODELS, datasets: Sequence[str] = IMAGE_DATASETS,
     precisions: Mapping[str, str] = IMAGE_PRECISIONS,
@@ -102,7 +109,8 @@ def training_parser(
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in precisions.items())
     add("--precision", choices=tuple(precisions), default="fp32", help=f"{meanings} (default: %(default)s)")
     add("--storage-path", default="runs", help="folder that holds the runs' checkpoints (default: ./%(default)s)")
-    add("--run-name", help="the run's folder under --storage-path (default: a new one, with the time in its name)")
+    add("--run-name", type=run_name,
+        help="the run's folder under --storage-path (default: a new one, with the time in its name)")  # fmt: skip
     add("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
     add("--metrics-out", metavar="FILE", help="write one JSON line an epoch to FILE")
     return parser

@@ -77,7 +77,7 @@ def start(
         settings |= {} if address == "auto" else {"RAY_ADDRESS": address}
         folders = [str(Path(package.__file__).parent) for package in packages]
         options = {"runtime_env": {"py_modules": folders, "env_vars": settings}}
-    driver = Driver()
+    driver, asked = Driver(), os.environ.get("RAY_ADDRESS")
     check_answers(address)
     try:
         os.environ.update(OWN_ADDRESS)
@@ -89,6 +89,7 @@ def start(
     finally:
         for name in OWN_ADDRESS:
             del os.environ[name]
+        os.environ.update({"RAY_ADDRESS": asked} if asked else {})
     has = ray.cluster_resources()
     if args.use_gpu is None:
         args.use_gpu = has.get("GPU", 0) > 0

@@ -204,13 +204,17 @@ def fail_together() -> Iterator[None]:
 
 @contextmanager
 def local_first(worker: Worker) -> Iterator[None]:
-    """The first process of each node runs the block before the others do: it downloads, they find the files."""
-    if worker.local_rank != 0:
+    """The first process of each node runs the block before the others do: it downloads, they find the files.
+
+    Rank 0 goes before all of them: nodes may share a disk, and two that download into one file spoil it.
+    """
+    turn = 0 if worker.rank == 0 else 1 if worker.local_rank == 0 else 2
+    for _ in range(turn):
         wait_for_all()
     try:
         yield
     finally:
-        if worker.local_rank == 0:
+        for _ in range(turn, 2):
             wait_for_all()
 
 

@@ -4,12 +4,14 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import socket
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pyarrow.fs
 import ray.train
 
@@ -177,12 +179,25 @@ def check_folder(args: argparse.Namespace) -> None:
         )
 
 
+def new_folder() -> tempfile.TemporaryDirectory:
+    """A folder on this node for one checkpoint, on its way to the storage.
+
+    Ray kills the workers of a run that lost one: what such a process was writing is deleted here by the next one that
+    saves, or some failures later the disk would be full.
+    """
+    ours = f"ray-train-checkpoint-{socket.gethostname()}-"
+    for folder in Path(tempfile.gettempdir()).glob(f"{ours}*-*"):
+        if not psutil.pid_exists(int(folder.name.removeprefix(ours).partition("-")[0])):
+            shutil.rmtree(folder, ignore_errors=True)  # another worker may be at it too
+    return tempfile.TemporaryDirectory(prefix=f"{ours}{os.getpid()}-")
+
+
 def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
     """Rank 0 writes `state`, and Ray copies it to the run's storage with `metrics` beside it. Collective.
 
     write: called on every rank with a folder, for its own part of a sharded checkpoint.
     """
-    with tempfile.TemporaryDirectory() as folder:
+    with new_folder() as folder:
         if write is not None:
             write(folder)
             mine = checkpoint.check_sums(folder)

@@ -186,8 +186,7 @@ def record_steps(progress: dict, step_losses: list[float], counts: list[int], se
     and push out the checkpoints that are still good.
     """
     for number, loss in enumerate(step_losses, progress["step"] + 1):
-        if not math.isfinite(loss):
-            raise UsageError(f"diverged: the loss of step {number} is {loss} (not saved): try a smaller learning rate")
+        check_finite(f"the loss of step {number}", loss)
     for loss, count in zip(step_losses, counts, strict=True):
         progress["loss_sum"] += loss * count
     progress["step"] += len(counts)
@@ -196,8 +195,18 @@ def record_steps(progress: dict, step_losses: list[float], counts: list[int], se
     progress["step_losses"] = progress["step_losses"] + step_losses
 
 
+def check_finite(what: str, value: float) -> None:
+    """Raises UsageError where a number of the training is not finite."""
+    if not math.isfinite(value):
+        raise UsageError(f"diverged: {what} is {value} (not saved): begin a new run with a smaller --lr")
+
+
 def finish_epoch(progress: dict, num_samples: int, measured: dict) -> dict:
-    """The epoch's line for --metrics-out. An epoch that --max-steps cut short stays the current one, to be resumed."""
+    """The epoch's line for --metrics-out. An epoch that --max-steps cut short stays the current one, to be resumed.
+
+    Raises UsageError as `record_steps`, where only the validation shows what the last step has done to the weights.
+    """
+    check_finite("val_loss", measured["val_loss"])
     line = {
         "epoch": progress["epoch"] + 1,
         "train_loss": progress["loss_sum"] / progress["position"],

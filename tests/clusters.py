@@ -19,6 +19,16 @@ from shared.distributed import free_port
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
 
 
+def named(name: str, process: psutil.Process) -> list[psutil.Process]:
+    """The processes of this name below `process`."""
+    found = []
+    for each in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # ended since
+            if each.name() == name:
+                found.append(each)
+    return found
+
+
 def can_mount() -> bool:
     """Whether a process may have a mount table of its own here."""
     return subprocess.run([*UNSHARE, "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True).returncode == 0

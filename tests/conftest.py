@@ -47,6 +47,7 @@ def on_cluster(ray_cluster, no_ray, monkeypatch) -> str:
     """Scripts join this cluster."""
     monkeypatch.setenv("RAY_ADDRESS", ray_cluster)
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # a test sees an epoch's line before the next ends
     return ray_cluster
 
 

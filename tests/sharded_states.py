@@ -90,7 +90,7 @@ def build_engine(stage: int, load_universal: bool, seed: int, worker: distribute
     args.settings = script.read_settings(args, worker.world_size)
     if load_universal:
         args.settings["checkpoint"] = {"load_universal": True}
-    return script.build_engine(CONFIG, 1280, args, worker)
+    return script.build_engine(CONFIG, lambda step: 1.0, args, worker)
 
 
 def step_of_engine(number: int, engine, worker: distributed.Worker) -> tuple[float, int]:

@@ -284,6 +284,14 @@ def train(model, optimizer, scheduler, num_steps: int) -> list[float]:
     return losses
 
 
+def test_a_run_on_cpus_asks_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: pytest.fail("would make a context on GPU 0"))
+    state = checkpoint.random_state()
+    assert state["cuda"] is None
+    checkpoint.set_random_state(state)
+
+
 def test_a_run_with_dropout_resumes_bit_for_bit(tmp_path):
     run = new_run()
     train(*run, num_steps=3)

@@ -119,7 +119,7 @@ def test_3_2b_is_a_stub(tmp_path):
 
 @pytest.mark.parametrize(("body", "because"), WRONG_3_2b)
 def test_3_2b_rejects(body, because, launched, tmp_path, monkeypatch):
-    def run_script(path, nproc, script, folder, timeout):
+    def run_script(path, nproc, script, folder):
         assert (Path(path).read_text(), nproc) == (chapter_3.SHARD_RESNET, 2)
         codes = [int(read(body, f"{rank}.code")) for rank in range(2)]
         machinery.expect_success(int(codes != [0, 0]), "".join(read(body, f"{rank}.err") for rank in range(2)))

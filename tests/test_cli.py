@@ -55,6 +55,7 @@ def test_every_option_is_read():
     ("--model", ["vgg", ""]),
     ("--dataset", ["cifar"]),
     ("--precision", ["fp16", "64"]),
+    ("--run-name", ["team/first", "/tmp/first", "..", ""]),
 ])  # fmt: skip
 def test_a_wrong_value_is_a_usage_error_that_names_the_option(option, values):
     for value in values:

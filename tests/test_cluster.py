@@ -53,6 +53,7 @@ def test_what_the_user_has_set_stays(monkeypatch):
     ({"ANYSCALE_CLI_TOKEN": "a laptop has one too"}, "local"),
     ({"ANYSCALE_CLUSTER_ID": "ses_1"}, "auto"),
     ({"RAY_ADDRESS": "auto", "ANYSCALE_CLUSTER_ID": "ses_1"}, "auto"),
+    ({"RAY_ADDRESS": "local", "ANYSCALE_CLUSTER_ID": "ses_1"}, "local"),
 ])  # fmt: skip
 @pytest.mark.parametrize(("words", "spare_cpus", "num_cpus"), [
     (["--num-workers", "1"], 0, None), (["--num-workers", "2"], 0, None), (["--num-workers", "2"], 1, 3),

@@ -45,7 +45,8 @@ def test_half_a_description_of_a_group_is_refused(missing, monkeypatch):
 def test_a_free_port_is_not_one_that_linux_hands_out_by_itself():
     ports = {distributed.free_port() for _ in range(50)}
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    assert len(ports) > 40 and not ports & set(range(low, high + 1)) and not ports & set(range(10_002, 20_000))
+    assert len(ports) > 40 and ports <= set(range(20_000, 29_000))  # above those of Ray's workers
+    assert low < 29_000 or not ports & set(range(low, high + 1))  # a host may be set otherwise
 
 
 def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):

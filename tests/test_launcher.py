@@ -17,6 +17,8 @@ import psutil
 import pytest
 from runs import train
 
+from shared.distributed import free_port
+
 CHAPTER = Path(__file__).parents[1] / "01-ddp-pytorch-only"
 LAUNCHER = CHAPTER / "launch_multinode_ddp.sh"
 SHORT = ["--max-steps", "2", "--batch-size", "16", "--precision", "fp64", "--seed", "3"]
@@ -149,9 +151,7 @@ def test_remote_nodes_end_with_the_launcher(tmp_path, fake_ssh):
     folder, marker = tmp_path / "a folder", tmp_path / "storage"
     folder.mkdir()
     (folder / "hosts.txt").write_text("# the cluster\n127.0.0.1\n\n  127.0.0.2  # the second\r\n")
-    with socket.create_server(("127.0.0.1", 0)) as free:  # not the default, which another test run may hold
-        port = str(free.getsockname()[1])
-    words = ["--hostfile", "hosts.txt", "--port", port]
+    words = ["--hostfile", "hosts.txt", "--port", str(free_port())]  # not the default: another test run may hold it
     process = start_training(words, folder, marker, OMP_NUM_THREADS="1", **fake_ssh)
     calls = [json.loads(line) for line in Path(fake_ssh["FAKE_SSH_LOG"]).read_text().splitlines()]
     checks, agents = [call for call in calls if "-n" in call], [call for call in calls if "-tt" in call]

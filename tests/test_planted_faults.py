@@ -55,7 +55,7 @@ def test_a_node_with_another_storage_another_package_and_another_clock(cluster, 
     mounts = clusters.can_mount()
     before = f"mount -t tmpfs tmpfs {shlex.quote(str(storage))}" if mounts else ""
     with clusters.node(cluster, tmp_path / "node.log", before=before, **sick):
-        said = call(sys.executable, VERIFY, storage, code=1, **cluster)
+        said = call(sys.executable, VERIFY, storage, "--patience", "300", code=1, **cluster)
     seen = items(said)
     healthy = ("nodes", "disks", "GPUs") if mounts else ("nodes", "disks", "GPUs", "storage")
     assert {name for name, (verdict, _) in seen.items() if verdict == "[OK]"} == set(healthy), said
@@ -73,7 +73,7 @@ def test_a_node_with_another_storage_another_package_and_another_clock(cluster, 
 
 def test_a_node_that_has_frozen(cluster, tmp_path):
     with clusters.node(cluster, tmp_path / "node.log") as process:
-        (raylet,) = [each for each in process.children(recursive=True) if each.name() == "raylet"]
+        (raylet,) = clusters.named("raylet", process)
         raylet.send_signal(signal.SIGSTOP)
         said = call(sys.executable, VERIFY, tmp_path, "--json", code=1, **cluster)
     found = {item["name"]: item for item in json.loads(said[said.index("[\n") :])}

@@ -56,7 +56,8 @@ def test_a_cluster_is_started_verified_trained_on_watched_and_stopped(on_cluster
     pids = [int(line.split()[1]) for line in (folder / "nodes").read_text().splitlines()]
     started = [each for pid in pids for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]]
 
-    said = call(sys.executable, PROGRAM / "scripts/verify_cluster.py", tmp_path, "--all", "--nodes", "2", **cluster)
+    asked = (tmp_path, "--all", "--nodes", "2", "--patience", "300")
+    said = call(sys.executable, PROGRAM / "scripts/verify_cluster.py", *asked, **cluster)
     assert said.count("[OK]") == 12 and "12 items, 0 failed" in said, said
     assert "training: 2 workers on 2 nodes" in said and "went on with a new one after step" in said
 

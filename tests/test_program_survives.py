@@ -1,5 +1,6 @@
 """Chapter 4's program on two Ray nodes: one run that loses a worker, a node and its driver, one after the other."""
 
+import contextlib
 import os
 import random
 import subprocess
@@ -56,8 +57,11 @@ def test_a_worker_a_node_and_the_driver_are_lost(nodes, tmp_path):
         time.sleep(draw.random() / 10)
 
     def workers() -> list[psutil.Process]:
-        below = psutil.Process().children(recursive=True)
-        return [each for each in below if "".join(each.cmdline()).startswith("ray::RayTrainWorker")]
+        found = []
+        for each in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):  # ended since
+                found += [each] if "".join(each.cmdline()).startswith("ray::RayTrainWorker") else []
+        return found
 
     assert start("local_training", "undisturbed").wait(LIMIT) == 0, output.read_text()
     first, second, third = sorted(draw.sample(range(5, STEPS - 20), 3))

@@ -2,6 +2,10 @@
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import pyarrow.fs
@@ -178,6 +182,20 @@ def test_a_second_controller_goes_on_with_the_metrics_of_the_first(tmp_path):
         for epoch in epochs:
             report.after_report(None, [{"epoch": epoch}], None)
     assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == [1, 2, 3]
+
+
+def test_what_a_killed_worker_was_writing_is_deleted(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    make = "import os; from shared import ray_storage; folder = ray_storage.new_folder(); os._exit(0)"
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", make], env=environment, check=True)
+    (left,) = tmp_path.iterdir()
+    (left / "slice").write_text("half of it")
+    other = tmp_path / left.name.replace("ray-train-checkpoint-", "ray-train-checkpoint-another-host-")
+    other.mkdir()
+    with ray_storage.new_folder() as first, ray_storage.new_folder() as second:
+        assert set(tmp_path.iterdir()) == {Path(first), Path(second), other}
+    assert set(tmp_path.iterdir()) == {other}
 
 
 def test_the_run_folder_is_a_path_or_a_uri(tmp_path, monkeypatch):

@@ -251,7 +251,7 @@ def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
         **runs.new_progress(parse()), "step": 3, "epoch": 1, "metrics": [line],
     }  # fmt: skip
     runs.record_steps(progress, [0.5], [10], 1.0)
-    assert runs.finish_epoch(progress, 10, {})["epoch"] == 2
+    assert runs.finish_epoch(progress, 10, {"val_loss": 0.5})["epoch"] == 2
     assert line["step_losses"] == [3.0, 2.0, 1.0]  # the second epoch did not write into the first one's line
     assert [line["epoch"] for line in progress["metrics"]] == [1, 2]
 
@@ -264,17 +264,21 @@ def test_a_training_that_diverges_ends_and_nothing_is_noted(loss):
     with pytest.raises(UsageError, match=f"the loss of step 3 is {loss}"):
         runs.record_steps(progress, [2.0, loss], [4, 4], 1.0)
     assert progress == before
+    # Only the last step's weights are spoilt: no loss has seen them yet.
+    with pytest.raises(UsageError, match=f"val_loss is {loss}"):
+        runs.finish_epoch(progress, 4, {"val_loss": loss})
+    assert progress == before
 
 
 def test_an_epoch_cut_short_stays_the_current_one_and_its_line_is_replaced():
     progress = runs.new_progress(parse())
     runs.record_steps(progress, [3.0], [4], 1.0)
-    cut = runs.finish_epoch(progress, 10, {})
+    cut = runs.finish_epoch(progress, 10, {"val_loss": 0.5})
     assert (cut["samples_seen"], cut["train_loss"]) == (4, 3.0)
     assert (progress["epoch"], progress["position"], progress["step"]) == (0, 4, 1)
 
     runs.record_steps(progress, [2.0, 1.0], [4, 2], 1.0)
-    line = runs.finish_epoch(progress, 10, {})
+    line = runs.finish_epoch(progress, 10, {"val_loss": 0.5})
     assert progress["metrics"] == [line]
     assert cut["step_losses"] == [3.0]  # a line that was handed out does not change any more
     assert (line["epoch"], line["samples_seen"], line["step_losses"]) == (1, 10, [3.0, 2.0, 1.0])

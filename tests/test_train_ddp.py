@@ -136,7 +136,7 @@ def assert_equal_runs(folder: Path, metrics: list[dict], reference: tuple[Path, 
 def test_the_whole_job_is_killed_and_resumed(nproc, seen, more, small_mnist, undisturbed, tmp_path):
     options = (*options_for_kills(small_mnist), *more)
     run = Run(nproc, tmp_path, *options)
-    run.wait_for(tmp_path / "run", f"checkpoint-{seen:08d}.pt")
+    run.wait_for(tmp_path / "run", f"checkpoint-000000[{seen // 10}-9]?.pt")  # or a later one: two are kept
     time.sleep(0.15)
     ranks = run.descendants()
     run.kill()

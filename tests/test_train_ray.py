@@ -140,7 +140,8 @@ def test_what_ray_data_does_not_serve(args, words, tmp_path, monkeypatch):
 
 def test_more_workers_than_there_is_room_for(tmp_path, monkeypatch):
     """(One that asks for GPUs: test_cluster.py, test_a_cluster_that_is_too_small.)"""
-    assert "64 workers need" in refused(0, tmp_path, "--num-workers", "64", script=SCRIPT)
+    many = ("--num-workers", "4096", "--batch-size", "4096")
+    assert "4096 workers need" in refused(0, tmp_path, *many, script=SCRIPT)
 
 
 def test_a_cluster_that_is_gone(tmp_path, monkeypatch):

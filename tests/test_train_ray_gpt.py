@@ -119,6 +119,18 @@ def deepspeed_script() -> ModuleType:
     return script
 
 
+def test_the_learning_rate_is_the_epochs_also_where_a_resumed_run_has_another_batch(deepspeed_script):
+    """1,280 windows, halved every two epochs: what DeepSpeed counts on is the steps of the batch before."""
+    begun = {"epoch": 0, "position": 0, "step": 0}
+    factor = deepspeed_script.schedule(Namespace(batch_size=64, lr_step_size=2), begun, 1280)
+    assert [factor(step) for step in (0, 39, 40, 79, 80)] == [1, 1, 0.5, 0.5, 0.25]
+    for batch_size, per_epoch in ((128, 10), (32, 40), (64, 20)):
+        for progress in ({"epoch": 2, "position": 0, "step": 40}, {"epoch": 2, "position": 640, "step": 50}):
+            factor = deepspeed_script.schedule(Namespace(batch_size=batch_size, lr_step_size=2), progress, 1280)
+            rest = 2 * per_epoch - progress["position"] // batch_size  # until the next halving
+            assert [factor(progress["step"] + more) for more in (0, rest - 1, rest)] == [0.5, 0.5, 0.25]
+
+
 @pytest.fixture(scope="module")
 def sharded_states(tmp_path_factory) -> Path:
     """Checkpoints of four ranks, read again by two and by one."""

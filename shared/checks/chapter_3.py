@@ -243,7 +243,7 @@ def exercise_3_2b(script: str | Path) -> None:
         caller = Path(folder) / "call.py"
         caller.write_text(SHARD_RESNET)
         try:
-            run_script(caller, 2, str(script), folder, timeout=120)
+            run_script(caller, 2, str(script), folder)
         except Wrong as error:
             hint = " Did you shard the model before its blocks?" if "Invariant" in str(error) else ""
             raise Wrong(f"{error}.{hint}") from None

@@ -56,7 +56,7 @@ def expect_close(seen: float, expected: float, what: str, tolerance: float = 1e-
         raise Wrong(f"{what} is {shown[0]}, expected {shown[1]}. {hint}".strip())
 
 
-def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 120) -> list[str]:
+def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 240) -> list[str]:
     """Run a script with `nproc` ranks under torchrun, on CPUs, and return what each rank printed.
 
     Raises NotImplementedError where the script did, and Wrong with the end of its errors, or for a hang of `timeout`

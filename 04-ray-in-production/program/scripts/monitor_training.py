@@ -54,7 +54,7 @@ def cluster_lines() -> list[str]:
     if not address:
         return ["cluster  not asked: RAY_API_SERVER_ADDRESS is not set"]
     try:
-        nodes = list_nodes(address=address, timeout=10)
+        nodes = list_nodes(address=address, timeout=60)
         jobs = JobSubmissionClient(address).list_jobs()
     except Exception as error:  # whatever it is, the run's files can still be read, and it may answer next time
         return [f"cluster  {address} does not answer: {str(error).strip().splitlines()[0]}"]

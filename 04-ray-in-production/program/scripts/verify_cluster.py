@@ -43,7 +43,6 @@ from shared.distributed import UsageError, gather_objects
 PACKAGES = ("ray", "torch", "numpy", "pyarrow")
 CLOCKS_S = 1.0  # two clocks may differ by so much: checkpoints are told apart by name, logs by time
 FREE_GB = 5
-PATIENCE_S = 60  # for a node's first worker process
 MEGABYTES = 16  # of an all-reduce
 STEPS, KILLED_AFTER = 6, 4
 
@@ -160,6 +159,8 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="kill a worker too, and keep GPUs busy: a minute more")
     parser.add_argument("--json", action="store_true", help="print the items as JSON, and nothing else")
     parser.add_argument("--nodes", type=cli.positive_int, help="how many nodes there should be (default: any number)")
+    parser.add_argument("--patience", type=cli.positive_int, default=60, metavar="SECONDS",
+        help="how long a node's first worker process, or a rank, may let us wait (default: %(default)s)")  # fmt: skip
     options = parser.parse_args()
     if not os.path.isdir(options.storage):
         raise UsageError(f"{options.storage} is no folder on this machine")
@@ -191,7 +192,7 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
     on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in alive}
     asked = {look.options(scheduling_strategy=on[node]).remote(options.storage, name): node for node in alive}
-    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=PATIENCE_S)
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=options.patience)
     seen = {}
     for each in answered:
         try:
@@ -203,7 +204,8 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
     def nodes() -> str:
         if silent:
             silence = ", ".join(names[asked[each]] for each in silent)
-            raise Failed(f"no worker answered in {PATIENCE_S} s on {silence}", "look into its raylet's log; stop it")
+            waited = f"no worker answered in {options.patience} s"
+            raise Failed(f"{waited} on {silence}", "look into its raylet's log; stop it")
         if options.nodes and len(alive) != options.nodes:
             raise Failed(f"{len(alive)} of {options.nodes}", "`ray status`; on the missing one: can it reach the head?")
         return f"{len(alive)}, a worker process on each"
@@ -212,7 +214,7 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
         read, surely, at_most = ray.remote(num_cpus=0)(lambda: time.time()), 0.0, 0.0
         for node in seen:  # one after the other, by processes that have started: the answers take milliseconds
             sent = time.time()
-            there = ray.get(read.options(scheduling_strategy=on[node]).remote(), timeout=PATIENCE_S)
+            there = ray.get(read.options(scheduling_strategy=on[node]).remote(), timeout=options.patience)
             got = time.time()
             surely = max(surely, sent - there, there - got)
             at_most = max(at_most, got - there, there - sent)
@@ -267,7 +269,7 @@ def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gp
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"kill": options.all, "busy": options.all},
-        torch_config=TorchConfig(timeout_s=60),
+        torch_config=TorchConfig(timeout_s=options.patience),
         scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu, placement_strategy=spread),
         run_config=ray.train.RunConfig(
             name=f"verify-{uuid.uuid4().hex[:8]}",
@@ -277,7 +279,7 @@ def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gp
     )
     started = time.monotonic()
     fit = ThreadPoolExecutor(1).submit(trainer.fit)
-    limit = 300 if options.all else 120
+    limit = (5 if options.all else 2) * options.patience
 
     def training() -> str:
         try:
