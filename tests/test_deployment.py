@@ -1,9 +1,9 @@
 """The files that bring the program onto a cluster, against what their readers accept. Each check catches a mistake.
 
 Nothing here starts a machine. KubeRay's own fields are those of its custom resource definitions (v1, commit feeaf72fa)
-and of its chart ray-cluster 1.1.0, written down below; what KubeRay takes over from Kubernetes is checked by the models
-of the official client. The short lists of AWS, of the ServiceMonitor, of kustomize and of Anyscale come from their
-documentation, since no schema of them can be had in a package.
+and of its chart ray-cluster, as they stand in its repository, written down below; what KubeRay takes over from
+Kubernetes is checked by the models of the official client. The short lists of AWS, of the ServiceMonitor, of kustomize
+and of Anyscale come from their documentation, since no schema of them can be had in a package.
 """
 
 import copy
@@ -18,6 +18,8 @@ import pytest
 import ray
 import yaml
 from kubernetes import client
+from kubernetes.utils.quantity import parse_quantity
+from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
 from ray.autoscaler._private.util import prepare_config
 from training import config as configuration
 
@@ -34,6 +36,8 @@ EC2 = {  # of run_instances, as far as a cluster of this workshop may want it
     "InstanceType", "ImageId", "KeyName", "BlockDeviceMappings", "InstanceMarketOptions", "IamInstanceProfile",
     "SubnetIds", "SecurityGroupIds", "Placement", "TagSpecifications",
 }  # fmt: skip
+MACHINES = {"g4dn.xlarge": (4, 16, 1), "m5.xlarge": (4, 16, 0)}  # vCPUs, GiB and GPUs, from AWS's list
+FOR_PODS = 0.8  # of a machine of this size; the rest is for Kubernetes and what runs on every node
 DISK = {"DeviceName", "Ebs", "VolumeSize", "VolumeType", "Iops", "Throughput", "Encrypted"}
 
 # KubeRay's fields: {name: the fields below it}; POD, ENV and such are Kubernetes' own, and {} has free names.
@@ -152,6 +156,33 @@ def check_cluster(config: dict) -> None:
             raise ValueError(f"{name}: no InstanceType")
     if unknown:
         raise ValueError(f"{sorted(unknown)}: not known to {provider}")
+    commands = "\n".join(each for name, value in config.items() if name.endswith("_commands") for each in value)
+    for install in re.finditer(r"apt-get (?!update)[^\n;&|]*install .*", commands):
+        if "apt-get update" not in commands[: install.start()] or "DPkg::Lock::Timeout=" not in install[0]:
+            raise ValueError(f"{install[0]}: without fresh lists of packages, or without waiting for dpkg's lock")
+
+
+def check_size(part: dict, machine: str) -> None:
+    """Raises ValueError for a head or a worker that does not fit on its machine, or of which Ray is told too much."""
+    cpus, gib, gpus = MACHINES[machine]
+    size = {"cpu": cpus, "memory": gib * 2**30, "nvidia.com/gpu": gpus}
+    beside = part.get("beside", {})  # what the pod's second container requests
+    requests, limits, beside = (
+        {name: float(parse_quantity(value)) for name, value in each.items()}
+        for each in (part["resources"]["requests"], part["resources"]["limits"], beside)
+    )
+    told = {name: float(part["rayStartParams"].get(f"num-{name}s", 0)) for name in ("cpu", "gpu")}
+    (shm,) = [each["emptyDir"]["sizeLimit"] for each in part["volumes"] if each["name"] == "shared-memory"]
+    store = limits["memory"] * DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
+    for name in ("cpu", "memory"):
+        if requests[name] + beside.get(name, 0) > FOR_PODS * size[name]:
+            raise ValueError(f"{name}: stays Pending on a {machine}")
+    if any(value > limits[name] for name, value in requests.items()) or any(v > size[n] for n, v in limits.items()):
+        raise ValueError(f"limits below the requests, or above a {machine}")
+    if told["cpu"] > limits["cpu"] or told["gpu"] > limits.get("nvidia.com/gpu", 0):
+        raise ValueError("Ray is told of more CPUs or GPUs than the pod has")
+    if not store < float(parse_quantity(shm)) <= limits["memory"]:
+        raise ValueError("Ray's object store does not fit into /dev/shm, or that not into the pod")
 
 
 def documents(path: Path) -> list[dict]:
@@ -176,6 +207,19 @@ def kubernetes(name: str, kind: str | None = None) -> dict:
     return found
 
 
+def part_of(name: str) -> dict:
+    """The head or the worker of raycluster.yaml, in the chart's words."""
+    group = kubernetes("raycluster.yaml")["spec"]
+    group = group["headGroupSpec"] if name == "head" else group["workerGroupSpecs"][0]
+    pod = group["template"]["spec"]
+    fields = {"podSecurityContext": "securityContext", "nodeSelector": "nodeSelector", "tolerations": "tolerations"}
+    return {
+        "rayStartParams": group["rayStartParams"], "labels": group["template"]["metadata"]["labels"],
+        "resources": pod["containers"][0]["resources"], "volumeMounts": pod["containers"][0]["volumeMounts"],
+        "volumes": pod["volumes"], **{chart: pod[field] for chart, field in fields.items() if field in pod},
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["cluster.yaml", "cluster-local.yaml"])
 def test_rays_launcher_takes_its_files(name):
     check_cluster(yaml.safe_load((DEPLOYMENT / name).read_text()))
@@ -189,6 +233,8 @@ def test_rays_launcher_takes_its_files(name):
     ("cluster.yaml", "provider/regoin", "us-west-2"),
     ("cluster.yaml", "available_node_types/head/node_config/InstanceTyp", "m5.large"),
     ("cluster.yaml", "available_node_types/head/node_config/BlockDeviceMappings/0/Ebs/VolumSize", 1),
+    ("cluster.yaml", "initialization_commands/0", "true"),
+    ("cluster.yaml", "setup_commands/0", "sudo apt-get install -qq -y python3-venv"),
     ("cluster-local.yaml", "provider/workers_ips", []),
 ])  # fmt: skip
 def test_a_mistake_in_a_launchers_file_is_caught(name, path, value):
@@ -207,7 +253,7 @@ def test_kubernetes_knows_every_field():
     check(kubernetes("values.yaml"), CHART)
     listed = set(kubernetes("kustomization.yaml")["resources"])
     there = {path.name for path in (DEPLOYMENT / "kubernetes").glob("*.yaml")}
-    assert there - listed == {"kustomization.yaml", "values.yaml", "rayjob.yaml"}
+    assert there - listed == {"kustomization.yaml", "values.yaml", "rayjob.yaml", "servicemonitor.yaml"}
 
 
 @pytest.mark.parametrize(("name", "path", "value"), [
@@ -255,10 +301,17 @@ def test_the_files_agree_with_each_other():
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (2, 4, 8)
     assert cluster["spec"]["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     container = group["template"]["spec"]["containers"][0]
-    for name in ("replicas", "minReplicas", "maxReplicas", "groupName", "rayStartParams"):
+    for name in ("replicas", "minReplicas", "maxReplicas", "groupName"):
         assert values["worker"][name] == group[name]
-    assert values["worker"]["resources"] == container["resources"]
-    assert values["worker"]["volumeMounts"] == container["volumeMounts"]
+    for name in ("head", "worker"):
+        assert {**values[name], **part_of(name)} == values[name]
+        mounted = {mount["name"] for mount in part_of(name)["volumeMounts"]}
+        assert mounted == {volume["name"] for volume in part_of(name)["volumes"]}
+    assert values["fullnameOverride"] == cluster["metadata"]["name"]
+    token = {variable["name"]: variable for variable in values["common"]["containerEnv"]}
+    secret = token["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"]["name"]
+    assert cluster["spec"]["authOptions"] == {"mode": token["RAY_AUTH_MODE"]["value"], "secretName": secret}
+    assert values["head"]["autoscalerOptions"]["env"] == values["common"]["containerEnv"]  # both containers of the head
     claims = {each["metadata"]["name"]: each["spec"] for each in documents(DEPLOYMENT / "kubernetes/storage.yaml")}
     used = {each["persistentVolumeClaim"]["claimName"] for each in group["template"]["spec"]["volumes"][:2]}
     assert used == set(claims) == {"datasets", "checkpoints"}
@@ -278,6 +331,35 @@ def test_the_files_agree_with_each_other():
         if "metadata" in each and each["kind"] != "Namespace"
     }
     assert namespaces == {kubernetes("namespace.yaml")["metadata"]["name"]}
+
+
+def test_the_pods_fit_on_the_machines_that_the_page_names():
+    page = (DEPLOYMENT / "kubernetes/README.md").read_text()
+    worker, head = re.findall(r"`(\w+\.\w+large)`", page)
+    check_size(part_of("worker"), worker)
+    autoscaler = kubernetes("raycluster.yaml")["spec"]["autoscalerOptions"]["resources"]["requests"]
+    check_size({**part_of("head"), "beside": autoscaler}, head)
+    assert MACHINES[worker][2] == 1 and MACHINES[head][2] == 0
+    assert "precision=bf16" not in page  # a T4 has no units for it, and the program refuses it there
+    assert "kubectl apply -f servicemonitor.yaml" in page
+    for node_type in yaml.safe_load((DEPLOYMENT / "cluster.yaml").read_text())["available_node_types"].values():
+        cpus, _, gpus = MACHINES[node_type["node_config"]["InstanceType"]]
+        assert node_type["resources"] in ({"CPU": 0}, {"CPU": cpus, "GPU": gpus})
+
+
+@pytest.mark.parametrize(("name", "path", "value", "words"), [
+    ("worker", "resources/requests/cpu", "4", "cpu: stays Pending"),
+    ("worker", "resources/requests/memory", "16Gi", "memory: stays Pending"),
+    ("worker", "resources/limits/memory", "32Gi", "above a g4dn.xlarge"),
+    ("worker", "resources/limits/cpu", "2", "below the requests"),
+    ("worker", "rayStartParams/num-cpus", "8", "more CPUs"),
+    ("worker", "rayStartParams/num-gpus", "2", "or GPUs"),
+    ("worker", "volumes/2/emptyDir/sizeLimit", "3Gi", "object store"),
+    ("head", "beside", {"cpu": "2"}, "cpu: stays Pending"),
+])  # fmt: skip
+def test_a_pod_that_does_not_fit_is_found(name, path, value, words):
+    with pytest.raises(ValueError, match=words):
+        check_size(mutated(part_of(name), path, value), {"head": "m5.xlarge", "worker": "g4dn.xlarge"}[name])
 
 
 def test_one_version_of_ray():
