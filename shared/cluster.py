@@ -98,7 +98,9 @@ def start(
     driver.log(f"{what}: {in_words(has)}{page}")
 
     needs = {"CPU": args.num_workers + spare_cpus, "GPU": args.num_workers if args.use_gpu else 0}
-    if not enough(has, needs) and (address == "local" or not grows(args, spare_cpus, driver)):
+    bundle = {"CPU": 1, "GPU": 1} if args.use_gpu else {"CPU": 1}
+    bundles = [bundle] * args.num_workers + [{"CPU": 1}] * spare_cpus
+    if not enough(has, needs) and (address == "local" or not grows(bundles, driver)):
         raise UsageError(
             f"{args.num_workers} workers need {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
             f"fewer --num-workers{', --no-use-gpu' if args.use_gpu else ''} or RAY_ADDRESS of a larger cluster will do"
@@ -185,12 +187,14 @@ def in_words(resources: dict[str, float]) -> str:
     return f"{cpus:.0f} CPU{'s' * (cpus != 1)} and {f'{gpus:.0f} GPU' if gpus else 'no GPU'}{'s' * (gpus > 1)}"
 
 
-def grows(args: argparse.Namespace, spare_cpus: int, driver: Worker) -> bool:
-    """Ask the cluster for what the workers need; whether it has grown, or has begun to, within PATIENCE_S seconds."""
-    bundle = {"CPU": 1, "GPU": 1} if args.use_gpu else {"CPU": 1}
-    # As Ray Train will, and what is needed beside it; an autoscaler sees it. (A worker on a GPU also needs a CPU to run
-    # on, though Ray Train does not ask for it.)
-    demand = ray.util.placement_group([bundle] * args.num_workers + [{"CPU": 1}] * spare_cpus)
+def grows(bundles: list[dict[str, float]], driver: Worker) -> bool:
+    """Ask the cluster for room: for each worker what it needs, on one node, and for what is needed beside them.
+
+    Whether it has grown, or has begun to, within PATIENCE_S seconds.
+    """
+    # As Ray Train will; an autoscaler sees it. (A worker on a GPU also needs a CPU to run on, though Ray Train does not
+    # ask for it.)
+    demand = ray.util.placement_group(bundles)
     deadline = time.monotonic() + PATIENCE_S
     try:
         while time.monotonic() < deadline:
@@ -198,7 +202,7 @@ def grows(args: argparse.Namespace, spare_cpus: int, driver: Worker) -> bool:
                 return True
             status = get_cluster_status(ray.get_runtime_context().gcs_address)
             if status.pending_launches or status.pending_nodes:
-                driver.log(f"the cluster is starting nodes; waiting for {args.num_workers} times {in_words(bundle)}")
+                driver.log(f"the cluster is starting nodes; waiting for {len(bundles)} times {in_words(bundles[0])}")
                 return True
         return False
     finally:

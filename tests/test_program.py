@@ -9,16 +9,19 @@ import sys
 import time
 import traceback
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from ray.train import ScalingConfig
 from runs import ROOT, has_traceback
 from training import config as configuration
-from training import data, trainer, utils
+from training import data, distributed_training, predict, trainer, utils
 
-from shared.checkpoint import load
+from shared import cluster
+from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
 
 PROGRAM = ROOT / "04-ray-in-production/program"
@@ -254,6 +257,89 @@ def test_a_file_that_cannot_be_used(name, content, words, tmp_path):
     assert f"dataset.file = {tmp_path / name}: " in str(caught.value) and words in str(caught.value)
 
 
+def test_what_excel_has_saved(tmp_path):
+    """It writes a byte order mark before the first column's name."""
+    for name, content in (("mark.csv", "text,label\na,b\n"), ("mark.jsonl", '{"text": "a", "label": "b"}\n')):
+        (tmp_path / name).write_text(content, encoding="utf-8-sig")
+        config = configuration.load(PROGRAM / "config", ["dataset.kind=file", f"dataset.file={tmp_path / name}"])
+        assert list(data.read_file(config)) == [{"text": "a", "label": "b"}]
+
+
+def films(path: Path, number: int) -> tuple[str, ...]:
+    """A file of so many rows, whose words are as frequent as those of any other number."""
+    path.write_text("text,label\n" + "".join("bad film,0\n" if row % 4 else "good film,1\n" for row in range(number)))
+    return (*SMALL, "training.epochs=3", "training.lr=0.03", "dataset.kind=file", f"dataset.file={path}")
+
+
+def test_the_folder_s_name_tells_rows_and_splits(tmp_path, monkeypatch):
+    def folder(number: int) -> str:
+        changes = films(tmp_path / "films.csv", number)
+        return data.prepare(configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={tmp_path}", *changes]))
+
+    first = folder(200)
+    assert folder(201) != first == folder(200)
+    monkeypatch.setattr(data, "HELD_OUT", 5)
+    assert folder(200) != first
+
+
+def test_a_run_goes_on_with_its_own_rows_alone(tmp_path, monkeypatch, capsys):
+    """With rows added the vocabulary may be the same, but what was trained on is in the new test set."""
+    changes = films(tmp_path / "films.csv", 200)
+    accuracy = here(tmp_path, *changes)["test_accuracy"]
+    path, state = utils.best_state(str(tmp_path / "runs/here"))
+    monkeypatch.setattr(sys, "argv", ["predict.py", str(tmp_path / "runs/here"), "--test"])
+    capsys.readouterr()
+    predict.main()
+    assert float(capsys.readouterr().out) == accuracy > 0.5
+
+    films(tmp_path / "films.csv", 240)
+    config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={tmp_path}/data", *changes])
+    splits = data.load(config, data.prepare(config))
+    assert splits.vocabulary == state["vocabulary"] and splits.name != state["data"]
+    other = f"the run was started with {state['data']}, and the data are now {splits.name}: put the rows back"
+    with pytest.raises(UsageError, match=other):
+        here(tmp_path, *changes, state=state)
+    with pytest.raises(UsageError, match=other):
+        predict.main()
+
+    films(tmp_path / "films.csv", 200)
+    with pytest.raises(UsageError, match=r"another dataset.vocab_size or max_length"):
+        here(tmp_path, *changes, "dataset.max_length=13", state=state)
+    del state["data"]
+    save_atomically(state, path)
+    for goes_on in (predict.main, lambda: here(tmp_path, *changes, state=state)):
+        with pytest.raises(UsageError, match=r"of an older version of this program, .*: start a new run"):
+            goes_on()
+
+
+def test_synthetic_data_are_compared_too(tmp_path):
+    changes = (*SMALL, "dataset.kind=synthetic", "model.kind=mlp", "training.epochs=1")
+    here(tmp_path, *changes, "dataset.num_samples=200")
+    state = utils.best_state(str(tmp_path / "runs/here"))[1]
+    with pytest.raises(UsageError, match="started with synthetic-200, and the data are now synthetic-300"):
+        here(tmp_path, *changes, "dataset.num_samples=300", state=state)
+
+
+def test_what_prediction_refuses(tmp_path, monkeypatch):
+    def refused(*args: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["predict.py", *map(str, args)])
+        with pytest.raises(UsageError) as caught:
+            predict.main()
+        (line,) = str(caught.value).splitlines()
+        return line
+
+    here(tmp_path, *films(tmp_path / "films.csv", 200))
+    (tmp_path / "films.csv").unlink()
+    assert f"dataset.file = {tmp_path}/films.csv: No such file" in refused(tmp_path / "runs/here", "--test")
+    (tmp_path / "latin.txt").write_bytes(b"a film\n\xe9\n")
+    assert "latin.txt: not text in UTF-8: " in refused(tmp_path / "runs/here", tmp_path / "latin.txt")
+    assert "none.txt: No such file" in refused(tmp_path / "runs/here", tmp_path / "none.txt")
+    assert "latin.txt" in refused(tmp_path / "latin.txt")  # no run's folder, but a file
+    assert f"{tmp_path}/none: it has none" in refused(tmp_path / "none")
+    save_atomically({"model": {}, "progress": {"step": 3}}, path_for_step(tmp_path, 3))  # as those of chapters 1 and 2
+    assert "checkpoint-00000003.pt (not a checkpoint of this program)" in refused(tmp_path)
+
+
 # --- the configuration -----------------------------------------------------------------------------------------------
 
 ENVIRONMENT, HYPER = "environment.yaml", "hyperparameters.yaml"
@@ -346,7 +432,7 @@ def test_killed_inside_an_epoch_and_resumed(copy, tmp_path):
     changes = (*SMALL, "checkpoint.every_steps=10")  # with dropout
     run(copy, tmp_path, "local_training", *options(copy, "whole", *SMALL))
     process = begin(copy, tmp_path, "local_training", *options(copy, "killed", *changes))
-    wait_for(tmp_path, "runs/killed/checkpoint-00000050.pt", process)
+    wait_for(tmp_path, "runs/killed/checkpoint-000000[5-9]?.pt", process)
     process.send_signal(signal.SIGKILL)
     assert process.wait(LIMIT) == -signal.SIGKILL
     other = (*changes, "training.lr=0.02")
@@ -362,13 +448,67 @@ def test_killed_inside_an_epoch_and_resumed(copy, tmp_path):
     assert "error: the run was started with model.hidden_dim = 8, and now it is 16" in said
 
 
+def trainer_of_ones(*changes: str, store: Callable = lambda *_: None) -> trainer.Trainer:
+    """A trainer with two samples of ones."""
+    config = configuration.load(PROGRAM / "config", [*SMALL, *changes])
+    tokens, lengths, labels = (torch.ones(2, *shape, dtype=torch.int64) for shape in ((12,), (), ()))
+    splits = data.Splits(*[torch.utils.data.TensorDataset(tokens, lengths, labels)] * 3, None, 9, 4, "ones")
+    return trainer.Trainer(config, splits, Worker(), lambda *_, **__: None, store)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp32", "fp16"), ("fp16", "fp32"), ("fp16", "fp16")])
+def test_a_run_goes_on_in_another_precision(before, after):
+    """The scale of fp16's gradients goes on where there is one, and begins anew where there was none."""
+    states = []
+    one = trainer_of_ones(f"training.precision={before}", store=lambda state, metrics: states.append(state))
+    one.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=before == "fp16")
+    one.save(None)
+    other = trainer_of_ones(f"training.precision={after}")
+    new = other.scaler.get_scale()
+    other.restore(states[0])
+    assert other.scaler.get_scale() == (8.0 if (before, after) == ("fp16", "fp16") else new)
+
+
 def test_an_empty_share_takes_part():
     """Where the last batch is smaller than the number of ranks, some have no sample: their gradient is zero."""
-    config = configuration.load(PROGRAM / "config", [*EXACT])
-    tokens, lengths, labels = (torch.ones(2, *shape, dtype=torch.int64) for shape in ((12,), (), ()))
-    splits = data.Splits(*[torch.utils.data.TensorDataset(tokens, lengths, labels)] * 3, None, 9, 4)
-    one = trainer.Trainer(config, splits, Worker(), lambda *_, **__: None, lambda *_: None)
+    one = trainer_of_ones("training.precision=fp64", "model.dropout=0")
     one.join()
     before = [each.clone() for each in one.model.parameters()]
-    assert one.train_step([each[:0] for each in splits.train.tensors], 1).tolist() == [0, 0]
+    assert one.train_step([each[:0] for each in one.splits.train.tensors], 1).tolist() == [0, 0]
     assert all(torch.equal(a, b) for a, b in zip(before, one.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("resources", ["{CPU: 9999}", "{CPU: 1, GPU: 99}"])
+def test_workers_that_fit_nowhere_are_refused(resources, copy, no_ray, tmp_path):
+    """Ray Train would wait for ever."""
+    changes = (*SMALL, f"cluster.resources_per_worker={resources}")
+    said = run(copy, tmp_path, "distributed_training", *options(copy, "large", *changes), code=2)
+    assert "error: cluster.resources_per_worker = {'CPU': " in said and "room for 0 on nodes with {'CPU': " in said
+    assert not has_traceback(said)
+
+
+def test_workers_that_may_fit_later_are_waited_for(ray_cluster, monkeypatch, capsys):
+    """On a cluster whose one node has four CPUs."""
+
+    def checked(resources: str) -> Namespace:
+        config = configuration.load(PROGRAM / "config", [f"cluster.resources_per_worker={resources}"])
+        place = Namespace(use_gpu=False)
+        distributed_training.check_resources(config.cluster, place, cluster.Driver())
+        return place
+
+    monkeypatch.setattr(cluster, "PATIENCE_S", 1)
+    ray.init(ray_cluster, log_to_driver=False)
+    try:
+        assert not checked("{CPU: 2}").use_gpu
+        assert checked("null").use_gpu is False
+        with pytest.raises(UsageError, match=r"2 workers are asked for, .* room for 1 on nodes with {'CPU': 4.0} in"):
+            checked("{CPU: 3}")
+        with pytest.raises(UsageError, match=r"room for 0 on nodes with {'CPU': 4.0, 'GPU': 0} in all"):
+            checked("{CPU: 1, GPU: 1}")
+        # No autoscaler runs here: this is what one reports once it has begun.
+        begun = Namespace(pending_launches=["a node"], pending_nodes=[])
+        monkeypatch.setattr(cluster, "get_cluster_status", lambda address: begun)
+        assert checked("{CPU: 1, GPU: 1}").use_gpu
+        assert "the cluster is starting nodes; waiting for 2 times 1 CPU and 1 GPU" in capsys.readouterr().out
+    finally:
+        ray.shutdown()

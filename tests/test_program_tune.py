@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,20 @@ def test_the_defaults_are_the_space_that_was_asked_for():
     space = tune.space(config)
     assert (space["lr"].lower, space["lr"].upper) == (1e-4, 1e-2) and space["epochs"].categories == [5, 10, 20]
     assert config.tuning.num_samples == 10
+
+
+@pytest.mark.parametrize(("given", "device"), [([], "cpu"), (["3"], "cuda")])
+def test_a_trial_computes_on_what_ray_has_given_it(given, device, monkeypatch):
+    """A trial without a GPU sees those of its node, which are others'."""
+    seen, finished = [], Namespace(join=lambda: None, finished=lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("ray.get_runtime_context", lambda: Namespace(get_accelerator_ids=lambda: {"GPU": given}))
+    monkeypatch.setattr("ray.tune.get_checkpoint", lambda: None)
+    monkeypatch.setattr(tune.trainer, "Trainer", lambda config, splits, worker, *_: seen.append(worker) or finished)
+    changes = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=100")
+    config = configuration.load(ROOT / "04-ray-in-production/program/config", changes)
+    tune.trial_of(config.model_dump(mode="json"), "")({"lr": 0.01, "epochs": 1})
+    assert [worker.device.type for worker in seen] == [device]
 
 
 def test_a_trial_of_two_workers(on_cluster, tmp_path):

@@ -63,6 +63,7 @@ class Splits:
     vocabulary: dict | None
     num_tokens: int
     num_classes: int
+    name: str  # tells the rows and how they were dealt, for `check_same`
 
 
 def tokenize(text: str) -> list[str]:
@@ -73,8 +74,8 @@ def tokenize(text: str) -> list[str]:
 def prepare(config: Config) -> str:
     """Write the three splits into a folder of paths.processed_data_dir, unless they are there; the folder.
 
-    Its name tells the source's content, so that other data get another folder. Raises ValueError for a source that
-    cannot be used.
+    Its name tells the source's content and how it is dealt, so that other splits get another folder. Raises ValueError
+    for a source that cannot be used.
     """
     if config.dataset.kind == "synthetic":
         return ""
@@ -83,7 +84,7 @@ def prepare(config: Config) -> str:
     random.Random(0).shuffle(rows)
     parts = {"test": rows[0::HELD_OUT], "val": rows[1::HELD_OUT]}
     parts["train"] = [row for number, row in enumerate(rows) if number % HELD_OUT > 1]
-    digest = zlib.crc32(json.dumps(rows).encode())
+    digest = zlib.crc32(json.dumps(parts).encode())
     folder = Path(config.paths.processed_data_dir).absolute() / f"{config.dataset.kind}-{digest:08x}"
     if not folder.exists():
         partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
@@ -114,7 +115,7 @@ def read_file(config: Config) -> Iterator[dict]:
     if path.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"dataset.file = {path}: should end with .csv or .jsonl")
     try:
-        with open(path, newline="", encoding="utf-8") as file:
+        with open(path, newline="", encoding="utf-8-sig") as file:  # Excel begins with a byte order mark
             if path.suffix == ".csv":
                 reader = csv.DictReader(file, restkey="")
                 rows = ((reader.line_num, row) for row in reader)
@@ -167,7 +168,24 @@ def load(config: Config, folder: str) -> Splits:
         vocabulary=asdict(vocabulary),
         num_tokens=len(vocabulary.tokens) + 2,
         num_classes=len(vocabulary.labels),
+        name=Path(folder).name,
     )
+
+
+def check_same(state: dict, splits: Splits) -> None:
+    """Raises ValueError where a checkpoint is of other rows than `splits`, or counts and cuts their words otherwise.
+
+    Rows that were added deal all of them anew: what the model was trained on would be in its test set.
+    """
+    if "data" not in state:
+        raise ValueError("the run is of an older version of this program, which did not name its data: start a new run")
+    if state["data"] != splits.name:
+        raise ValueError(
+            f"the run was started with {state['data']}, and the data are now {splits.name}: put the rows back as they "
+            "were (snippets: use the same release of Python), or start a new run"
+        )
+    if state["vocabulary"] != splits.vocabulary:
+        raise ValueError("the run was started with another dataset.vocab_size or max_length")
 
 
 def tensors(vocabulary: Vocabulary, rows: list[dict]) -> TensorDataset:
@@ -184,4 +202,4 @@ def synthetic(num_samples: int) -> Splits:
     held_out = num_samples // HELD_OUT
     sizes = (num_samples - 2 * held_out, held_out, held_out)
     parts = [TensorDataset(*part) for part in zip(features.split(sizes), labels.split(sizes), strict=True)]
-    return Splits(*parts, vocabulary=None, num_tokens=0, num_classes=CLASSES)
+    return Splits(*parts, vocabulary=None, num_tokens=0, num_classes=CLASSES, name=f"synthetic-{num_samples}")

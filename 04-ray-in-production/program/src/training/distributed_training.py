@@ -34,6 +34,7 @@ def main() -> None:
     place.log_folder = str(Path(config.paths.log_dir, name).absolute())
     cli.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     cluster.start(place, packages=[shared, training])
+    check_resources(config.cluster, place, driver)
 
     ray_trainer = TorchTrainer(
         cluster.on_workers(train_worker),
@@ -55,6 +56,35 @@ def main() -> None:
     )
     result = cluster.fit(ray_trainer, run, driver)
     driver.log(f"done: {utils.write_metrics(config, name, result)}; checkpoints in {run.folder}")
+
+
+def check_resources(asked: configuration.Cluster, place: Namespace, driver: cluster.Driver) -> None:
+    """Raises UsageError where the nodes have no room for cluster.resources_per_worker, and no more are to come.
+
+    `cluster.start` has seen to one CPU or GPU for each worker. For more Ray Train would wait for ever, without a word.
+    Sets `place.use_gpu` where a worker asks for a GPU.
+    """
+    if not asked.resources_per_worker:
+        return
+    place.use_gpu = place.use_gpu or "GPU" in asked.resources_per_worker
+    each = {**asked.resources_per_worker}
+    if place.use_gpu:
+        each.setdefault("GPU", 1.0)  # as Ray Train does
+    fewest, room = asked.num_workers[0], room_for(each)
+    if room < fewest and (cluster.OWN_ADDRESS or not cluster.grows([each] * fewest, driver)):
+        has = ray.cluster_resources()
+        there = {name: has.get(name, 0) for name in each}
+        raise distributed.UsageError(
+            f"cluster.resources_per_worker = {each}: {fewest} workers are asked for, and there is room for {room} on "
+            f"nodes with {there} in all: less for each, fewer cluster.num_workers or a larger cluster will do"
+        )
+
+
+def room_for(resources: dict[str, float]) -> int:
+    """How many workers with these resources the nodes hold, while nobody else uses them. A worker is on one node."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    # The sum of many small shares may lie a little below what they are shares of.
+    return sum(min(int(node.get(name, 0) / amount + 1e-6) for name, amount in resources.items()) for node in nodes)
 
 
 def train_worker(args: Namespace, worker: distributed.Worker) -> dict:

@@ -6,13 +6,13 @@ python -m training.predict runs/RUN --test        its accuracy on the run's test
 """
 
 import argparse
-import sys
+from collections.abc import Iterator
 
 import torch
 
 from shared import cli
 from shared.data import rank_loader
-from shared.distributed import UsageError, Worker
+from shared.distributed import UsageError, Worker, fail_together
 from training import data, model, utils
 from training.config import Config
 
@@ -26,10 +26,8 @@ def main() -> None:
     )
     parser.add_argument("--test", action="store_true", help="print the accuracy on the run's test set instead")
     options = parser.parse_args()
-    try:
+    with fail_together():
         path, state = utils.best_state(cli.path_or_uri(options.run))
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     config = Config.model_validate(state["config"])
     if state["vocabulary"] is None:
         raise UsageError(f"{path} was trained on synthetic data: it reads no texts")
@@ -38,20 +36,30 @@ def main() -> None:
     network.to(next(iter(state["model"].values())).dtype).load_state_dict(state["model"])
     network.eval()
     if options.test:
-        test = data.load(config, data.prepare(config)).test
+        with fail_together():
+            splits = data.load(config, data.prepare(config))
+            data.check_same(state, splits)
         correct = sum(
             int((network(*inputs).argmax(dim=1) == labels).sum())
-            for *inputs, labels in rank_loader(test, 256, Worker())
+            for *inputs, labels in rank_loader(splits.test, 256, Worker())
         )
-        print(correct / len(test))
+        print(correct / len(splits.test))
         return
-    try:
-        lines = open(options.file, encoding="utf-8") if options.file else sys.stdin  # noqa: SIM115
-    except OSError as error:
-        raise UsageError(f"{options.file}: {error.strerror}") from error
-    for line in lines:
+    for line in lines_of(options.file):
         probabilities = torch.softmax(network(*vocabulary.encode([line.replace("\\n", "\n")]))[0], dim=0)
         print(f"{vocabulary.labels[int(probabilities.argmax())]}\t{probabilities.max():.3f}\t{line.rstrip()}")
+
+
+def lines_of(path: str | None) -> Iterator[str]:
+    """The lines of a file, or of standard input. Raises UsageError for what cannot be read."""
+    name = path or "standard input"
+    try:
+        with open(path or 0, encoding="utf-8-sig") as file:  # 0: standard input, whatever the locale says
+            yield from file
+    except OSError as error:
+        raise UsageError(f"{name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{name}: not text in UTF-8: {error}") from error
 
 
 if __name__ == "__main__":

@@ -92,8 +92,7 @@ class Trainer:
         for key, value in now.items():
             if saved.get(key) != value:
                 raise ValueError(f"the run was started with model.{key} = {saved.get(key)}, and now it is {value}")
-        if state["vocabulary"] != self.splits.vocabulary:
-            raise ValueError("the run was started with other data or another dataset.vocab_size or max_length")
+        data.check_same(state, self.splits)
         before, after = state["config"]["training"], self.config.training.model_dump(mode="json")
         for key in after:
             if before.get(key) != after[key] and key not in ("epochs", "log_every", "early_stopping_patience"):
@@ -102,7 +101,8 @@ class Trainer:
                     f"note: training.{key} was {before.get(key)}{kept}; now {after[key]}", state["progress"]["step"]
                 )
         self.progress = checkpoint.restore(state, self.model, self.optimizer, self.scheduler, self.worker)
-        self.scaler.load_state_dict(state["scaler"])
+        if state["scaler"]:  # empty where the run was not in fp16 until now
+            self.scaler.load_state_dict(state["scaler"])
         self.log(f"going on after step {self.progress['step']}", self.progress["step"])
 
     def join(self) -> None:
@@ -112,9 +112,12 @@ class Trainer:
             device_ids = [self.worker.device] if self.worker.device.type == "cuda" else None
             self.ddp_model = DistributedDataParallel(self.model, device_ids, gradient_as_bucket_view=True)
             # As shared.distributed.settle_buckets: a resumed run shall add in the same order as one that never stopped.
+            # In train mode dropout would draw random numbers, and in eval mode cuDNN's GRU and LSTM have no backward
+            # pass: torch's own have one.
             self.ddp_model.eval()
             *inputs, _ = (each.to(self.worker.device) for each in self.splits.train[:0])
-            self.logits(self.ddp_model, inputs).sum().backward()
+            with torch.backends.cudnn.flags(enabled=False):
+                self.logits(self.ddp_model, inputs).sum().backward()
             self.ddp_model.zero_grad()
 
     def finished(self) -> bool:
@@ -240,6 +243,7 @@ class Trainer:
             **checkpoint.training_state(self.model, self.optimizer, self.scheduler, self.progress),
             "scaler": self.scaler.state_dict(),
             "config": self.config.model_dump(mode="json"),
+            "data": self.splits.name,
             "vocabulary": self.splits.vocabulary,
             "score": score,
         }

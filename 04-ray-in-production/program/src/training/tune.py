@@ -136,6 +136,14 @@ def set_lr(one: trainer.Trainer, lr: float) -> None:
     one.scheduler.base_lrs = [lr]
 
 
+def given_device() -> torch.device:
+    """For a trial: the GPU that Ray has given it, or the CPU.
+
+    Torch is not asked: a trial with a GPU sees that one alone, but one without sees all of its node.
+    """
+    return torch.device("cuda" if ray.get_runtime_context().get_accelerator_ids().get("GPU") else "cpu")
+
+
 def trial_of(plain: dict, data_folder: str) -> Callable[[dict], None]:
     """A trainable for Tune: one training in one process, which reports its accuracy and a checkpoint each epoch.
 
@@ -147,8 +155,7 @@ def trial_of(plain: dict, data_folder: str) -> Callable[[dict], None]:
     def trial(values: dict) -> None:
         torch.set_num_threads(1)
         config = with_values(Config.model_validate({**plain, "checkpoint": {}}), values)  # saves every epoch
-        # Ray shows a trial its own GPUs alone.
-        worker = distributed.Worker(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        worker = distributed.Worker(device=given_device())
         one = trainer.Trainer(config, data.load(config, data_folder), worker, lambda *_, **__: None, report)
         if given := tune.get_checkpoint():
             with given.as_directory() as folder:

@@ -76,7 +76,9 @@ def best_state(folder: str) -> tuple[str, dict]:
         except (ValueError, OSError) as error:  # damaged, or just deleted since a better one has come
             problems.append(f"{Path(path).name} ({error})")
             continue
-        if state["score"] is not None and (best is None or state["score"] > best[1]["score"]):
+        if "score" not in state:
+            problems.append(f"{Path(path).name} (not a checkpoint of this program)")
+        elif state["score"] is not None and (best is None or state["score"] > best[1]["score"]):
             best = str(path), state
     if best is None:
         raise ValueError(
