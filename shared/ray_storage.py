@@ -185,11 +185,11 @@ def new_folder() -> tempfile.TemporaryDirectory:
     Ray kills the workers of a run that lost one: what such a process was writing is deleted here by the next one that
     saves, or some failures later the disk would be full.
     """
-    ours = f"ray-train-checkpoint-{socket.gethostname()}-"
-    for folder in Path(tempfile.gettempdir()).glob(f"{ours}*-*"):
-        if not psutil.pid_exists(int(folder.name.removeprefix(ours).partition("-")[0])):
+    ours = f"ray-train-checkpoint-{socket.gethostname()}_"
+    for folder in Path(tempfile.gettempdir()).glob(f"{ours}*_*"):
+        if not psutil.pid_exists(int(folder.name.removeprefix(ours).partition("_")[0])):
             shutil.rmtree(folder, ignore_errors=True)  # another worker may be at it too
-    return tempfile.TemporaryDirectory(prefix=f"{ours}{os.getpid()}-")
+    return tempfile.TemporaryDirectory(prefix=f"{ours}{os.getpid()}_")
 
 
 def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
