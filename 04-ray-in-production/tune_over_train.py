@@ -3,7 +3,7 @@
     python tune_over_train.py --config-dir program/config --set cluster.num_workers=2
 
 For trials that need more than one process. Where a trial fits into one, `python -m training.tune` is faster: no
-controller and no workers have to be started for each.
+controller and no workers have to be started for each. A trial whose worker dies has failed, and is not tried again.
 """
 
 import os
@@ -13,7 +13,7 @@ import ray.train
 import training
 import training.tune as tuning
 from ray import tune
-from ray.train.torch import TorchTrainer
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 from training import config as configuration
 from training import data, trainer
@@ -28,7 +28,12 @@ def trial(values: dict, plain: dict, data_folder: str) -> None:
     ray_trainer = TorchTrainer(
         train_worker,
         train_loop_config={"values": values, "plain": plain, "data_folder": data_folder},
-        scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=bool(plain["cluster"]["use_gpu"])),
+        torch_config=TorchConfig(timeout_s=plain["cluster"]["timeout_s"]),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=num_workers,
+            use_gpu=bool(plain["cluster"]["use_gpu"]),
+            resources_per_worker=plain["cluster"]["resources_per_worker"],
+        ),
         run_config=ray.train.RunConfig(
             name=f"trial-{tune.get_context().get_trial_id()}",
             storage_path=plain["paths"]["model_save_dir"],
@@ -77,9 +82,12 @@ def main() -> None:
         ),
         run_config=tune.RunConfig(name=runs.new_name(), storage_path=storage, verbose=0),
     )
-    for result in tuner.fit():
+    results = tuner.fit()
+    for result in results:
         workers = f"  {result.metrics['world_size']} workers" if result.metrics else ""
         driver.log(tuning.describe(result) + workers)
+    if results.num_terminated:
+        driver.log(f"best: {tuning.describe(results.get_best_result('best_accuracy', 'max'))}")
 
 
 if __name__ == "__main__":

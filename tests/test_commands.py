@@ -57,6 +57,7 @@ ONLY_SHAPE = {
     "apt-get": "changes the machine",
     "aws": "not on every machine; asks for an account",
     "base64": "reads what comes before it",
+    "cat": "reads what the machine has",
     "cp": "what it copies must be there; the blocks of the production sections are run",
     "docker": "not on every machine",
     "export": "bash's own",
@@ -609,6 +610,9 @@ RUN_BY = {
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"python elastic\.py .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
     r"python -m training\.local_training --set .*": "tests/test_program.py::test_a_file_of_one_s_own",
+    r"python -m training\.distributed_training --set dataset\.kind=synthetic .*": (
+        "tests/test_program.py::test_the_other_models_learn"  # in one process
+    ),
     r"python -m training\.(local_training|distributed_training|predict .*)": (
         "tests/test_program.py::test_one_process_and_two_workers_have_the_same_losses"
     ),
@@ -644,6 +648,7 @@ NOT_RUN = {
     r"ray get-auth-token": "prints a secret of the machine that it is run on",
     r"source .*": "a shell's own; its file is what `make lab` makes",
     r"torchrun .* --nproc-per-node 8 .*": "needs eight GPUs and a download",
+    r"python train_ray_ddp\.py --dataset mnist": "needs a download",
     r"python train_ray_fsdp2\.py --num-workers 16 .*": "needs sixteen GPUs",
     r"sudo .*": "changes the machine",
 }
@@ -661,6 +666,7 @@ def test_every_command_is_run_or_said_not_to_be():
     assert {*RUN_BY, *NOT_RUN} - used == set(), "no page has such a command any more"
     assert set(ONLY_SHAPE) - {command.words[0] for command in all_commands()} <= {
         "apt-get",
+        "cat",
         "nvidia-smi",
     }  # started by others
 

@@ -128,5 +128,6 @@ def test_a_trial_of_two_workers(on_cluster, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if "  accuracy " in line]
+    line, best = [line for line in done.stdout.splitlines() if "  accuracy " in line]
     assert line.endswith("the best of 2  2 workers")
+    assert best.endswith("best: " + line.removeprefix("[driver] ").removesuffix("  2 workers"))

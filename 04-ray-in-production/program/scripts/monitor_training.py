@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def cluster_lines() -> list[str]:
-    """The cluster's nodes and the jobs that are not over, or why it cannot be asked."""
+    """The cluster's nodes and its last five jobs, or why it cannot be asked."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS")
     if not address:
         return ["cluster  not asked: RAY_API_SERVER_ADDRESS is not set"]

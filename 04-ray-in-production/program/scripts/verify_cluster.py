@@ -328,7 +328,7 @@ def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gp
     def busy() -> str:
         used = [each["busy"] for each in fit.result().return_value]
         if None in used:
-            return "not measured: NVML does not answer (pip install nvidia-ml-py)"
+            raise Failed("not measured: NVML does not answer", "`nvidia-smi`; pip install nvidia-ml-py")
         if min(used) < 80:
             raise Failed(f"{min(used)} % busy in a matrix product", "who else uses it? `nvidia-smi`")
         return f"at least {min(used)} % in a matrix product"
