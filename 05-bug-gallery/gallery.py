@@ -6,11 +6,13 @@
 Every function gets the rank's `Worker` and a folder that both ranks see, and returns what is to be seen, for JSON.
 """
 
-import faulthandler
 import io
 import json
 import os
 import sys
+import threading
+import time
+import traceback
 from datetime import timedelta
 from pathlib import Path
 
@@ -401,6 +403,21 @@ def late_b_mended(worker, folder):
 HANG = (late_a, late_b)
 
 
+def note_where(path):
+    """Write down twice a second which calls the main thread is in: (file, line, function), the innermost first.
+
+    faulthandler.dump_traceback_later would do it in one line. But it reads the stack while the thread may be changing
+    it, and one day that is a segmentation fault. This thread holds the lock that the main thread runs by.
+    """
+    while True:
+        time.sleep(0.5)
+        frame = sys._current_frames()[threading.main_thread().ident]
+        calls = [(Path(at.filename).name, at.lineno, at.name) for at in reversed(traceback.extract_stack(frame))]
+        if any(file == "gallery.py" for file, *_ in calls):  # not when it is ending
+            path.with_suffix(".part").write_text(json.dumps(calls))
+            path.with_suffix(".part").replace(path)
+
+
 def main() -> None:
     folder, names = Path(sys.argv[1]), sys.argv[2:]
     worker = distributed.join(timeout_s=120)
@@ -410,8 +427,8 @@ def main() -> None:
     for name in names or [name for name in known if known[name] not in HANG]:
         distributed.seed_everything(SEED)
         if known[name] in HANG:
-            stacks = open(folder / f"{name}-{worker.rank}.txt", "w")  # noqa: SIM115  # until this process ends
-            faulthandler.dump_traceback_later(1, repeat=True, file=stacks)
+            place = folder / f"{name}-{worker.rank}.json"
+            threading.Thread(target=note_where, args=(place,), daemon=True).start()
         results[name] = distributed.gather_objects(known[name](worker, folder))
     if worker.rank == 0:
         part = folder / "results.part"
