@@ -16,7 +16,7 @@ from ray import tune
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 from training import config as configuration
-from training import data, trainer
+from training import data, distributed_training, trainer
 
 import shared
 from shared import cli, cluster, distributed, ray_storage, runs
@@ -69,6 +69,7 @@ def main() -> None:
         data_folder = data.prepare(config)
     needs = Namespace(num_workers=num_workers, use_gpu=config.cluster.use_gpu)
     cluster.start(needs, spare_cpus=1, packages=[shared, training])  # a trial's hundredth costs a whole one
+    distributed_training.check_resources(config.cluster, needs, driver)
     storage = cli.path_or_uri(config.paths.model_save_dir)
     plain = config.model_dump(mode="json")
     plain["cluster"]["use_gpu"], plain["paths"]["model_save_dir"] = needs.use_gpu, storage

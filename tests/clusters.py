@@ -16,17 +16,8 @@ from test_program_cluster import AT_ONCE, SETUP, call
 
 from shared.distributed import free_port
 
+RAYLET = ".*/core/src/ray/raylet/raylet "  # how the command line of a node's scheduler begins
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
-
-
-def named(name: str, process: psutil.Process) -> list[psutil.Process]:
-    """The processes of this name below `process`."""
-    found = []
-    for each in process.children(recursive=True):
-        with contextlib.suppress(psutil.Error):  # ended since
-            if each.name() == name:
-                found.append(each)
-    return found
 
 
 def can_mount() -> bool:

@@ -36,6 +36,16 @@ def idx_bytes(values: torch.Tensor) -> bytes:
     return header + bytes(values.flatten().tolist())
 
 
+def below(process: psutil.Process, command: str) -> list[psutil.Process]:
+    """The processes that descend from `process`, and whose command line begins with this pattern."""
+    found = []
+    for each in process.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # ended since
+            if re.match(command, " ".join(each.cmdline())):
+                found.append(each)
+    return found
+
+
 class Run:
     """One start of a script with its own session: `nproc` 0 is plain python, else torchrun."""
 
@@ -64,12 +74,8 @@ class Run:
 
     def ray_processes(self, actor: str) -> list[psutil.Process]:
         """The processes of this run's Ray actors of this class, in a Ray of its own or in that of the tests."""
-        found, started = [], psutil.Process(self.process.pid).create_time()
-        for process in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # ended since
-                if process.create_time() > started and " ".join(process.cmdline()).startswith(f"ray::{actor}"):
-                    found.append(process)
-        return found
+        started = psutil.Process(self.process.pid).create_time()
+        return [each for each in below(psutil.Process(), f"ray::{actor}") if each.create_time() > started]
 
     def descendants(self) -> list[psutil.Process]:
         return psutil.Process(self.process.pid).children(recursive=True)

@@ -1,6 +1,5 @@
 """Chapter 4's cluster that grows and shrinks: no node, two that work, none; and one whose head dies."""
 
-import contextlib
 import json
 import os
 import subprocess
@@ -9,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import psutil
-from runs import LIMIT
+from runs import LIMIT, below
 
 from shared.cluster import kill
 
@@ -37,10 +36,8 @@ def test_a_head_that_dies_is_told_with_its_reason(no_ray):
         while "work arrives" not in (line := process.stdout.readline()):
             assert line, process.stderr.read()
         children = process.children(recursive=True)
-        for child in children:
-            with contextlib.suppress(psutil.Error):  # ended since
-                if "ray.util.client.server" in " ".join(child.cmdline()):
-                    child.kill()  # a taken port ends it, too
+        (server,) = below(process, r".*ray\.util\.client\.server")
+        server.kill()  # a taken port ends it, too
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 1
         assert f"the head has ended, and left its logs in {folder}" in said and "ray_client_server" in said

@@ -12,7 +12,7 @@ from pathlib import Path
 import clusters
 import psutil
 import pytest
-from runs import LIMIT
+from runs import LIMIT, below
 from test_program_cluster import SETUP, call
 
 from shared.distributed import free_port
@@ -79,7 +79,7 @@ def test_a_cluster_is_started_shown_and_stopped_over_ssh(path, folder, tmp_path)
         started = [
             each for pid in pids for each in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
         ]
-        assert len({each.pid for pid in pids for each in clusters.named("raylet", psutil.Process(pid))}) == 2
+        assert len({each.pid for pid in pids for each in below(psutil.Process(pid), clusters.RAYLET)}) == 2
         deadline = time.monotonic() + LIMIT
         while call(SETUP, "status", **notes).partition("Pending:")[0].count(" node_") != 2:  # it lags by some seconds
             assert time.monotonic() < deadline

@@ -7,6 +7,7 @@ import sys
 
 import clusters
 import pytest
+from runs import below
 from test_program_cluster import PROGRAM, call
 
 VERIFY = PROGRAM / "scripts/verify_cluster.py"
@@ -73,7 +74,7 @@ def test_a_node_with_another_storage_another_package_and_another_clock(cluster, 
 
 def test_a_node_that_has_frozen(cluster, tmp_path):
     with clusters.node(cluster, tmp_path / "node.log") as process:
-        (raylet,) = clusters.named("raylet", process)
+        (raylet,) = below(process, clusters.RAYLET)
         raylet.send_signal(signal.SIGSTOP)
         said = call(sys.executable, VERIFY, tmp_path, "--json", code=1, **cluster)
     found = {item["name"]: item for item in json.loads(said[said.index("[\n") :])}

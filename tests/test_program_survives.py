@@ -1,6 +1,5 @@
 """Chapter 4's program on two Ray nodes: one run that loses a worker, a node and its driver, one after the other."""
 
-import contextlib
 import os
 import random
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from ray.cluster_utils import Cluster
-from runs import LIMIT
+from runs import LIMIT, below
 from test_program import EXACT, PROGRAM, losses, options, result
 
 from shared import ray_storage
@@ -57,11 +56,7 @@ def test_a_worker_a_node_and_the_driver_are_lost(nodes, tmp_path):
         time.sleep(draw.random() / 10)
 
     def workers() -> list[psutil.Process]:
-        found = []
-        for each in psutil.Process().children(recursive=True):
-            with contextlib.suppress(psutil.Error):  # ended since
-                found += [each] if "".join(each.cmdline()).startswith("ray::RayTrainWorker") else []
-        return found
+        return below(psutil.Process(), "ray::RayTrainWorker")
 
     assert start("local_training", "undisturbed").wait(LIMIT) == 0, output.read_text()
     first, second, third = sorted(draw.sample(range(5, STEPS - 20), 3))

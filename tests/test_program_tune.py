@@ -78,7 +78,7 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, 
     too_large = [*options(copy, "large", *SEARCH, "tuning.resources_per_trial={CPU: 99}"), "--out", "none"]
     (tmp_path / "output").unlink()
     said = run(copy, tmp_path, "tune", *too_large, code=2)
-    assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than there is, {'CPU': 4.0}" in said
+    assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than a node has, of {'CPU': 4.0} in all" in said
 
 
 @pytest.mark.parametrize(("more", "words"), [

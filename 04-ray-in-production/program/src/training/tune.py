@@ -25,7 +25,7 @@ import shared
 import training
 from shared import checkpoint, cli, cluster, distributed, ray_storage
 from training import config as configuration
-from training import data, trainer, utils
+from training import data, distributed_training, trainer, utils
 from training.config import Config
 
 STATE_FILE = "state.pt"
@@ -67,9 +67,11 @@ def main() -> None:
     cli.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
     cluster.start(place, packages=[shared, training])
     resources = config.tuning.resources_per_trial or ({"GPU": 1} if place.use_gpu else {"CPU": 1})
-    if not cluster.enough(has := ray.cluster_resources(), resources):
+    if distributed_training.room_for(resources) == 0:
+        has = ray.cluster_resources()
         there = {name: has.get(name, 0) for name in resources}
-        raise distributed.UsageError(f"tuning.resources_per_trial = {resources}: more than there is, {there}")
+        asked = f"tuning.resources_per_trial = {resources}"
+        raise distributed.UsageError(f"{asked}: more than a node has, of {there} in all")
 
     trainable = tune.with_resources(trial_of(config.model_dump(mode="json"), data_folder), resources)
     results = tuner(config, search, options.resume, trainable).fit()
