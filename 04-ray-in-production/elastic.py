@@ -29,10 +29,11 @@ from ray.cluster_utils import Cluster
 
 from shared import ray_storage
 from shared.distributed import Worker
+from shared.doctor import cpu_name
 
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
-OPTIONS = ["--precision", "fp64", "--epochs", "1000"]
+OPTIONS = ["--model", "resnet8", "--precision", "fp64", "--epochs", "1000"]
 ELASTIC = ["--num-workers", "1:2", "--no-use-gpu", "--save-every-steps", SAVE_EVERY, "--run-name", "elastic"]
 LIMIT_S = 600  # for whatever is waited for
 
@@ -69,10 +70,8 @@ def main() -> None:
 
 def machine() -> dict:
     """When and where this is measured: device and versions."""
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
     versions = {"python": platform.python_version(), "torch": torch.__version__, "ray": ray.__version__}
-    device = {"device": f"{cpu}, {os.cpu_count()} CPUs", "cpus": os.cpu_count(), "threads_per_process": 1}
+    device = {"device": f"{cpu_name()}, {os.cpu_count()} CPUs", "cpus": os.cpu_count(), "threads_per_process": 1}
     return {"date": time.strftime("%Y-%m-%d"), **device, **versions, "system": platform.platform()}
 
 

@@ -9,8 +9,6 @@ Writes ddp-DATE-DEVICE.md, .json and .svg. GPUs are used where there are any; th
 
 import argparse
 import json
-import os
-import platform
 import re
 import subprocess
 import sys
@@ -21,15 +19,11 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from calibrate import calibration, in_words
+from measuring import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
 
 from shared import plots
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}  # one thread a process, on both sides of every ratio
 GOAL_ONE, GOAL_TWO = 0.97, 0.90
-BATCH_SIZE = 64  # train_ddp.py's default, over all ranks
 ACCUMULATED = {(32, n) for n in (1, 2, 4, 8)}  # (local batch, accumulation)
 LARGER = {(16 * 2**n, 1) for n in range(9 if torch.cuda.is_available() else 5)}
 ALL_REDUCE_BYTES, ALL_REDUCE_TIMES = (4, 4_000, 400_000, 4_000_000, 45_000_000, 128_000_000), 15
@@ -61,30 +55,6 @@ def main() -> None:
     if result["two_processes"]:
         draw(result, out / f"{name}.svg")
     print(f"\n{report(result, f'{name}.svg')}\nwritten: {out / name}.md and more")
-
-
-def machine(quick: bool = False) -> dict:
-    """Where this is measured: device, CPUs, GPUs, versions, and if it is not to be quick, how fast it is."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    cpu = (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
-    gpus = torch.cuda.device_count()
-    device = f"{torch.cuda.get_device_name(0)}, {gpus} GPUs" if gpus else f"{cpu}, {cpus} CPUs"
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
-    known = {"device": device, "cpu": cpu, "cpus": cpus, "gpus": gpus, "threads_per_process": 1, **versions}
-    return known if quick else {**known, "calibration": calibration()}
-
-
-def calibrated(result: dict) -> str:
-    """The line of a report that says how fast the machine is; none where that was not measured."""
-    return f"\nThis machine's {in_words(result['calibration'])}.\n" if "calibration" in result else ""
-
-
-def compare(baseline: list[float], measured: list[float]) -> dict:
-    """Samples per second of both sides, the ratio of their medians, and the lowest and highest of single pairs."""
-    pairs = [ours / theirs for theirs, ours in zip(baseline, measured, strict=True)]
-    ratio = median(measured) / median(baseline)
-    return {"baseline": baseline, "measured": measured, "ratio": ratio, "lowest": min(pairs), "highest": max(pairs)}
 
 
 def one_process(repeats: int, quick: bool) -> dict:
@@ -154,10 +124,6 @@ def wait_for(store: dist.TCPStore, key: str, processes: list[subprocess.Popen]) 
             raise RuntimeError(f"ended with exit code {ended[0].returncode}: {ended[0].args}")
         time.sleep(0.1)
     return float(store.get(key))
-
-
-def reached(goal: bool) -> str:
-    return "reached" if goal else "MISSED"
 
 
 def report(result: dict, figure: str) -> str:

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from bench_ddp import ENVIRONMENT, calibrated, machine, reached
+from measuring import ENVIRONMENT, calibrated, machine, reached
 
 from shared import models, plots
 

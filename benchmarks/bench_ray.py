@@ -28,7 +28,7 @@ import psutil
 import ray
 import ray.data
 import torch
-from bench_ddp import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
+from measuring import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
 from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2

@@ -19,7 +19,7 @@ from statistics import median
 
 import nbformat
 import torch
-from bench_ddp import ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
+from measuring import ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
 from nbclient import NotebookClient
 
 from shared import measure, models

@@ -95,7 +95,8 @@ def compare_checkouts(args: argparse.Namespace) -> bool:
         print(f"{side}  {folder}, {commit(folder)}, by {pythons[side]}")
     first = ["old", "new"] * (args.pairs // 2) + ["old"] * (args.pairs % 2)
     random.Random(args.seed).shuffle(first)
-    ranks, seconds, known = num_ranks(), {"old": [], "new": []}, {"old": [], "new": []}
+    name, ranks = device()
+    seconds, known = {"old": [], "new": []}, {"old": [], "new": []}
     order = f"in an order drawn by seed {args.seed}"
     print(f"{args.pairs} pair{'s' * (args.pairs > 1)} of {args.steps} steps on {ranks} ranks, {order}", flush=True)
     for number, side in enumerate(first, start=1):
@@ -107,7 +108,7 @@ def compare_checkouts(args: argparse.Namespace) -> bool:
         print(
             f"pair {number}, {side} first: old {old:.4f} s a step, new {new:.4f}, new/old {new / old:.3f}", flush=True
         )
-    print("device and versions:", describe(known["old"][0], known["new"][0]))
+    print(f"device {name}; versions:", describe(known["old"][0], known["new"][0]))
     return verdict(slowdown(seconds["old"], seconds["new"]), "a step of NEW takes")
 
 
@@ -126,14 +127,18 @@ def commit(folder: Path) -> str:
     return f"commit {done.stdout.strip()}" if done.returncode == 0 else "no commit"
 
 
-def num_ranks() -> int:
-    """Two, and on GPUs no more than there are."""
-    count = "import torch; print(min(torch.cuda.device_count(), 2) or 2)"
-    return int(subprocess.run([sys.executable, "-c", count], check=True, stdout=subprocess.PIPE).stdout)
+def device() -> tuple[str, int]:
+    """The GPU's name or the CPU's, and the ranks to run on it: two, and on GPUs one per GPU."""
+    import torch  # takes two seconds, and two files are compared without it
+
+    from shared.doctor import cpu_name
+
+    gpus = torch.cuda.device_count()
+    return (torch.cuda.get_device_name(), min(gpus, 2)) if gpus else (cpu_name(), 2)
 
 
 def run(checkout: Path, python: str, ranks: int, steps: int) -> dict:
-    """One run of a checkout, by its own code: the seconds of its steps, device and versions."""
+    """One run of a checkout, by its own code: the seconds of its steps, and the versions."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file, output = Path(folder, "steps.json"), Path(folder, "output")
         launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]

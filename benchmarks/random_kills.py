@@ -28,7 +28,7 @@ from statistics import median
 
 import psutil
 import torch
-from bench_ddp import machine
+from measuring import machine
 from ray.cluster_utils import Cluster
 
 HERE = Path(__file__).resolve().parent

@@ -20,8 +20,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import psutil
-from bench_ddp import machine
 from matplotlib.ticker import MaxNLocator
+from measuring import machine
 
 from shared import plots
 

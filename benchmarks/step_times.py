@@ -3,12 +3,11 @@
     torchrun --standalone --nproc-per-node 2 step_times.py CHECKOUT FILE OPTIONS...
 
 The seconds are those between two steps of rank 0, so the first step has none; that after an epoch's end has validation
-in it. FILE, in JSON, also gets the device and the versions. `shared` must be CHECKOUT's, or nothing is measured.
+in it. FILE, in JSON, also gets the versions. `shared` must be CHECKOUT's, or nothing is measured.
 """
 
 import json
 import platform
-import re
 import runpy
 import sys
 import time
@@ -20,14 +19,6 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import shared
-
-
-def device() -> str:
-    """The GPU's name, or the CPU's."""
-    if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    return (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
 
 
 def main(checkout: str, file: str, *options: str) -> None:
@@ -47,7 +38,7 @@ def main(checkout: str, file: str, *options: str) -> None:
     runpy.run_path(str(script), run_name="__main__")
     if ranks == [0]:
         versions = {name: version(name) for name in ("torch", "numpy")}
-        known = {"device": device(), "python": platform.python_version(), **versions}
+        known = {"python": platform.python_version(), **versions}
         seconds = [after - before for before, after in pairwise(moments)]
         Path(file).write_text(json.dumps({"known": known, "step_seconds": seconds}))
 

@@ -1,6 +1,7 @@
 """Is this machine ready for the workshop? `python -m shared.doctor` says [OK] or [FAIL] with the fix."""
 
 import os
+import platform
 import re
 import shutil
 import sys
@@ -35,6 +36,12 @@ def wrong_packages(requirements: Path) -> list[str]:
         if not pin.specifier.contains(installed.partition("+")[0], prereleases=True):
             wrong.append(f"{pin.name} is {installed}, not {pin.specifier}")
     return wrong
+
+
+def cpu_name() -> str:
+    """The CPU's name as Linux gives it, elsewhere the architecture."""
+    info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    return (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
 
 
 def memory() -> tuple[int, int]:

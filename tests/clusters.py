@@ -1,4 +1,4 @@
-"""A head without CPUs and nodes that join it, some with a mount table of their own: for several test files."""
+"""A head without CPUs and nodes that join it, some with a mount table of their own, started by the program's script."""
 
 import contextlib
 import os
@@ -11,13 +11,27 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from runs import LIMIT
-from test_program_cluster import AT_ONCE, SETUP, call
+from runs import LIMIT, ROOT
 
 from shared.distributed import free_port
 
+PROGRAM = ROOT / "04-ray-in-production/program"
+SETUP = PROGRAM / "deployment/ray_cluster_setup.sh"
+AT_ONCE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # a node that ends has nothing to hand over: no 30 s
 RAYLET = ".*/core/src/ray/raylet/raylet "  # how the command line of a node's scheduler begins
 UNSHARE = ["unshare", "--mount"] if os.geteuid() == 0 else ["unshare", "--map-root-user", "--mount"]
+
+
+def call(*command: object, code: int = 0, **environment: str) -> str:
+    """Run a script to its end; what it has said."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables |= {"OMP_NUM_THREADS": "1", **environment}
+    done = subprocess.run(
+        list(map(str, command)), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        timeout=LIMIT,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 def can_mount() -> bool:

@@ -1,32 +1,37 @@
 """Fixtures of several test files."""
 
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import torch
-from runs import UNEVEN, idx_bytes, train
-from sklearn.datasets import load_digits
+from program import PROGRAM
+from runs import train
+from small_runs import UNEVEN, write_inputs
 
 
 @pytest.fixture(scope="session")
 def small_mnist(tmp_path_factory) -> Path:
     """A data folder with 192 digits of 8x8 as MNIST: 176 for training, enough for uneven tails."""
-    folder = tmp_path_factory.mktemp("data")
-    raw = folder / "MNIST/raw"
-    raw.mkdir(parents=True)
-    digits = load_digits()
-    images, labels = torch.from_numpy(digits.images * 15.9).byte(), torch.from_numpy(digits.target).byte()
-    for name, part in (("train", slice(0, 192)), ("t10k", slice(192, 224))):
-        (raw / f"{name}-images-idx3-ubyte").write_bytes(idx_bytes(images[part]))
-        (raw / f"{name}-labels-idx1-ubyte").write_bytes(idx_bytes(labels[part]))
-    return folder
+    return write_inputs(tmp_path_factory.mktemp("data") / "inputs")
 
 
 @pytest.fixture(scope="session")
 def one_process(small_mnist, tmp_path_factory) -> list[dict]:
     """The metrics that all numbers of processes must have with the options UNEVEN."""
     return train(0, tmp_path_factory.mktemp("one"), *UNEVEN, "--data-dir", small_mnist)
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory) -> Path:
+    """A copy of chapter 4's program, installed from there into a folder of its own."""
+    folder = tmp_path_factory.mktemp("copied") / "program"
+    shutil.copytree(PROGRAM, folder, ignore=shutil.ignore_patterns("runs", "data", "logs", "*.egg-info", "__pycache__"))
+    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", folder.parent / "site"]
+    subprocess.run([sys.executable, "-m", "pip", "install", *options, folder], check=True)
+    shutil.rmtree(folder / "src")
+    return folder
 
 
 @pytest.fixture(scope="module")

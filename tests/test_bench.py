@@ -9,22 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from tables import table_rows
 
 from shared import measure
 
 ROOT = Path(__file__).parents[1]
-
-
-def table_rows(page: str, first_header: str) -> list[list[str]]:
-    """The cells of the Markdown table whose first column is called `first_header`."""
-    lines = page.splitlines()
-    start = next(number for number, line in enumerate(lines) if line.startswith(f"| {first_header} |"))
-    rows = []
-    for line in lines[start:]:
-        if not line.startswith("|"):
-            break
-        rows.append([cell.strip() for cell in line.strip("|").split("|")])
-    return rows
 
 
 def test_quick_run_writes_a_table_the_raw_numbers_and_a_figure(tmp_path):

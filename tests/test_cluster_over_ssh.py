@@ -12,8 +12,8 @@ from pathlib import Path
 import clusters
 import psutil
 import pytest
+from clusters import SETUP, call
 from runs import LIMIT, below
-from test_program_cluster import SETUP, call
 
 from shared.distributed import free_port
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyarrow import parquet
-from runs import idx_bytes
+from small_runs import idx_bytes
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import mnist as torchvision_mnist
 

@@ -4,6 +4,9 @@ import pickle
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from shared import models
 
@@ -24,6 +27,22 @@ def test_resnet18_does_not_shrink_a_small_image_before_its_first_block():
 
 def test_resnet18_has_the_parameters_that_the_lessons_name():
     assert sum(p.numel() for p in models.resnet18().parameters()) == 11_172_810
+
+
+def test_resnet8_is_small_and_its_gradients_still_fill_two_of_ddp_s_buckets():
+    """In float32; in float64 they have twice the bytes. Counted in the second step, when DDP has its final buckets."""
+    assert sum(p.numel() for p in models.resnet8().parameters()) == 1_226_442
+    seen = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(models.resnet8())
+        model.register_comm_hook(None, lambda _, bucket: seen.append(bucket.index()) or allreduce_hook(None, bucket))
+        for _ in range(2):
+            seen.clear()
+            model(torch.randn(2, 1, 8, 8)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert len(seen) >= 2
 
 
 def norm_depends_on_batch(norm: str) -> bool:
@@ -55,7 +74,7 @@ def test_build_gives_the_norm_that_the_name_says():
 
 
 def test_unknown_names_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="unknown model 'vgg'; use one of resnet18, resnet18-batchnorm, mlp"):
+    with pytest.raises(ValueError, match="unknown model 'vgg'; use one of resnet18, resnet18-batchnorm, resnet8, mlp"):
         models.build("vgg", (1, 8, 8), 10)
     with pytest.raises(ValueError, match="unknown norm 'layer'; use one of group, batch"):
         models.resnet18(norm="layer")

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 from notebook_rules import Notebook
-from test_bench import table_rows
+from tables import table_rows
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"

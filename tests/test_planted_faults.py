@@ -7,8 +7,8 @@ import sys
 
 import clusters
 import pytest
+from clusters import PROGRAM, call
 from runs import below
-from test_program_cluster import PROGRAM, call
 
 VERIFY = PROGRAM / "scripts/verify_cluster.py"
 WRONG_BY_S = 1000

@@ -1,7 +1,6 @@
 """Chapter 4's program, from a copy that is installed elsewhere: what it computes, survives and refuses."""
 
 import json
-import os
 import shutil
 import signal
 import subprocess
@@ -15,67 +14,15 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from program import EXACT, PROGRAM, SMALL, begin, losses, options, result, run
 from ray.train import ScalingConfig
-from runs import ROOT, has_traceback
+from runs import LIMIT, has_traceback
 from training import config as configuration
 from training import data, distributed_training, predict, trainer, utils
 
 from shared import cluster
 from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
-
-PROGRAM = ROOT / "04-ray-in-production/program"
-LIMIT = 900
-# 2,560 snippets for training in batches of 60: the last one has 40.
-SMALL = (
-    "dataset.vocab_size=200", "dataset.max_length=12", "model.embedding_dim=8", "model.hidden_dim=8",
-    "training.batch_size=60", "training.epochs=3", "training.lr=0.01",
-)  # fmt: skip
-EXACT = (*SMALL, "training.precision=fp64", "model.dropout=0")
-
-
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory) -> Path:
-    """A copy of the program, installed from there into a folder of its own."""
-    folder = tmp_path_factory.mktemp("copied") / "program"
-    shutil.copytree(PROGRAM, folder, ignore=shutil.ignore_patterns("runs", "data", "logs", "*.egg-info", "__pycache__"))
-    options = ["--quiet", "--no-deps", "--no-build-isolation", "--target", folder.parent / "site"]
-    subprocess.run([sys.executable, "-m", "pip", "install", *options, folder], check=True)
-    shutil.rmtree(folder / "src")
-    return folder
-
-
-def begin(copy: Path, folder: Path, module: str, *args: object) -> subprocess.Popen:
-    """Start one of the program's modules in `folder`; its output goes into the file `output` there."""
-    environment = {**os.environ, "PYTHONPATH": str(copy.parent / "site"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"training.{module}", *map(str, args)]
-    with open(folder / "output", "a") as output:
-        return subprocess.Popen(command, cwd=folder, stdout=output, stderr=output, env=environment)
-
-
-def run(copy: Path, folder: Path, module: str, *args: object, code: int = 0) -> str:
-    """Run one of the program's modules to its end; what is in `output` then."""
-    process = begin(copy, folder, module, *args)
-    assert process.wait(LIMIT) == code, (folder / "output").read_text()
-    return (folder / "output").read_text()
-
-
-def options(copy: Path, name: str, *changes: str) -> list[str]:
-    return [
-        "--config-dir",
-        str(copy / "config"),
-        "--run-name",
-        name,
-        *(word for change in changes for word in ("--set", change)),
-    ]
-
-
-def result(folder: Path, name: str) -> dict:
-    return json.loads((folder / "logs" / name / "metrics.json").read_text())
-
-
-def losses(outcome: dict) -> list[float]:
-    return [loss for line in outcome["epochs"] for loss in line["step_losses"]]
 
 
 def without_times(outcome: dict) -> list[dict]:
@@ -99,9 +46,9 @@ def test_tracebacks_of_our_own_are_told_from_those_of_ray(tmp_path):
     assert [has_traceback(text) for text in shown] == [True, True, False], shown
 
 
-def test_one_process_and_two_workers_have_the_same_losses(copy, on_cluster, tmp_path):
-    run(copy, tmp_path, "local_training", *options(copy, "local", *EXACT))
-    said = run(copy, tmp_path, "distributed_training", *options(copy, "ray", *EXACT, "checkpoint.keep_best=1"))
+def test_one_process_and_two_workers_have_the_same_losses(program, on_cluster, tmp_path):
+    run(program, tmp_path, "local_training", *options(program, "local", *EXACT))
+    said = run(program, tmp_path, "distributed_training", *options(program, "ray", *EXACT, "checkpoint.keep_best=1"))
     local, ray = result(tmp_path, "local"), result(tmp_path, "ray")
     assert len(losses(local)) == 3 * 43
     assert losses(ray) == pytest.approx(losses(local), abs=1e-9)
@@ -114,11 +61,11 @@ def test_one_process_and_two_workers_have_the_same_losses(copy, on_cluster, tmp_
     # Both keep their best; both predict what they have reported, to the last digit.
     for name in ("local", "ray"):
         (tmp_path / "output").unlink()
-        assert float(run(copy, tmp_path, "predict", f"runs/{name}", "--test")) == local["test_accuracy"]
+        assert float(run(program, tmp_path, "predict", f"runs/{name}", "--test")) == local["test_accuracy"]
     assert 1 <= len(list((tmp_path / "runs/ray").glob("checkpoint-*"))) <= 3  # with Ray's list
     (tmp_path / "lines").write_text("loop = asyncio.get_running_loop()\n\nself.assertEqual(1, 2)\\n\n")
     (tmp_path / "output").unlink()
-    answers = run(copy, tmp_path, "predict", "runs/local", "lines").splitlines()
+    answers = run(program, tmp_path, "predict", "runs/local", "lines").splitlines()
     assert [answer.split("\t")[0] in data.PACKAGES for answer in answers] == [True] * 3
 
     # Every rank has a structured log of its own.
@@ -399,9 +346,9 @@ def test_a_wrong_configuration(file, before, after, words, tmp_path):
     assert len(str(caught.value).splitlines()) == 1 + len([word for word in words if word not in ("not YAML",)])
 
 
-def test_all_mistakes_at_once_in_the_program_s_own_words(copy, tmp_path):
+def test_all_mistakes_at_once_in_the_program_s_own_words(program, tmp_path):
     wrong = ("training.lr=fast", "model.kind=bert", "traning.lr=1", "training.speed=2", "training.lr")
-    said = run(copy, tmp_path, "local_training", *options(copy, "wrong", *wrong), code=2)
+    said = run(program, tmp_path, "local_training", *options(program, "wrong", *wrong), code=2)
     assert said.startswith("local_training.py: error: the configuration cannot be used:\n")
     assert [line.split(":")[0].strip() for line in said.splitlines()[1:]].count("--set") == 3
     assert "--set: training.lr = 'fast': should be a valid number" in said
@@ -428,23 +375,25 @@ def wait_for(folder: Path, pattern: str, process: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
-def test_killed_inside_an_epoch_and_resumed(copy, tmp_path):
+def test_killed_inside_an_epoch_and_resumed(program, tmp_path):
     changes = (*SMALL, "checkpoint.every_steps=10")  # with dropout
-    run(copy, tmp_path, "local_training", *options(copy, "whole", *SMALL))
-    process = begin(copy, tmp_path, "local_training", *options(copy, "killed", *changes))
+    run(program, tmp_path, "local_training", *options(program, "whole", *SMALL))
+    process = begin(program, tmp_path, "local_training", *options(program, "killed", *changes))
     wait_for(tmp_path, "runs/killed/checkpoint-000000[5-9]?.pt", process)
     process.send_signal(signal.SIGKILL)
     assert process.wait(LIMIT) == -signal.SIGKILL
     other = (*changes, "training.lr=0.02")
-    said = run(copy, tmp_path, "local_training", *options(copy, "killed", *other), "--resume")
+    said = run(program, tmp_path, "local_training", *options(program, "killed", *other), "--resume")
     assert said.count("note: training.lr was 0.01, which stays: it is restored; now 0.02") == 1, said
     assert "going on after step " in said
     whole, killed = result(tmp_path, "whole"), result(tmp_path, "killed")
     assert without_times(killed) == without_times(whole)
     assert killed["test_accuracy"] == whole["test_accuracy"]
-    assert "holds a run already" in run(copy, tmp_path, "local_training", *options(copy, "killed", *changes), code=2)
+    assert "holds a run already" in run(
+        program, tmp_path, "local_training", *options(program, "killed", *changes), code=2
+    )
     other = (*changes, "model.hidden_dim=16")
-    said = run(copy, tmp_path, "local_training", *options(copy, "killed", *other), "--resume", code=2)
+    said = run(program, tmp_path, "local_training", *options(program, "killed", *other), "--resume", code=2)
     assert "error: the run was started with model.hidden_dim = 8, and now it is 16" in said
 
 
@@ -479,10 +428,10 @@ def test_an_empty_share_takes_part():
 
 
 @pytest.mark.parametrize("resources", ["{CPU: 9999}", "{CPU: 1, GPU: 99}"])
-def test_workers_that_fit_nowhere_are_refused(resources, copy, no_ray, tmp_path):
+def test_workers_that_fit_nowhere_are_refused(resources, program, no_ray, tmp_path):
     """Ray Train would wait for ever."""
     changes = (*SMALL, f"cluster.resources_per_worker={resources}")
-    said = run(copy, tmp_path, "distributed_training", *options(copy, "large", *changes), code=2)
+    said = run(program, tmp_path, "distributed_training", *options(program, "large", *changes), code=2)
     assert "error: cluster.resources_per_worker = {'CPU': " in said and "room for 0 on nodes with {'CPU': " in said
     assert not has_traceback(said)
 

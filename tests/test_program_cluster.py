@@ -13,25 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
+from clusters import AT_ONCE, PROGRAM, SETUP, call
 from runs import LIMIT, has_traceback
 
-PROGRAM = Path(__file__).parent.parent / "04-ray-in-production/program"
-SETUP = PROGRAM / "deployment/ray_cluster_setup.sh"
-AT_ONCE = {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}  # a node that ends has nothing to hand over: no 30 s
 TRAIN = PROGRAM / "scripts/run_distributed_training.sh"
 SMALL = ("dataset.vocab_size=200", "dataset.max_length=12", "model.embedding_dim=8", "model.hidden_dim=8")
-
-
-def call(*command: object, code: int = 0, **environment: str) -> str:
-    """Run a script to its end; what it has said."""
-    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    variables |= {"OMP_NUM_THREADS": "1", **environment}
-    done = subprocess.run(
-        list(map(str, command)), env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=LIMIT,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout
-    return done.stdout
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from program import EXACT, PROGRAM, losses, options, result
 from ray.cluster_utils import Cluster
 from runs import LIMIT, below
-from test_program import EXACT, PROGRAM, losses, options, result
 
 from shared import ray_storage
 

@@ -10,8 +10,8 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from runs import ROOT, has_traceback
-from test_program import LIMIT, SMALL, begin, copy, options, run  # noqa: F401
+from program import SMALL, begin, options, run
+from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training import tune
 
@@ -40,11 +40,11 @@ def finished(folder: Path) -> dict[Path, bytes]:
     return found
 
 
-def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, tmp_path, monkeypatch):  # noqa: F811
+def test_a_search_is_killed_and_resumed_and_writes_its_winner(program, on_cluster, tmp_path, monkeypatch):
     monkeypatch.setenv("TUNE_GLOBAL_CHECKPOINT_S", "0.2")
     one_by_one = "tuning.resources_per_trial={CPU: 3}"  # of 4
-    searching = [*options(copy, "search", *SEARCH, one_by_one), "--out", "best"]
-    process, deadline = begin(copy, tmp_path, "tune", *searching), time.monotonic() + LIMIT
+    searching = [*options(program, "search", *SEARCH, one_by_one), "--out", "best"]
+    process, deadline = begin(program, tmp_path, "tune", *searching), time.monotonic() + LIMIT
     folder = tmp_path / "runs/search"
     done = {}
     while not done:
@@ -61,7 +61,7 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, 
     assert 1 <= len(done) < 4
 
     (tmp_path / "output").unlink()
-    said = run(copy, tmp_path, "tune", *searching, "--resume")
+    said = run(program, tmp_path, "tune", *searching, "--resume")
     assert not has_traceback(said) and len([line for line in said.splitlines() if "  accuracy " in line]) == 4
     assert all(path.read_bytes() == before for path, before in done.items())  # not run again
     found = reports(folder)
@@ -75,9 +75,9 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(copy, on_cluster, 
     assert 1e-3 <= written.training.lr <= 3e-2 and written.training.epochs in (2, 6)
     assert written.model.hidden_dim == 8  # and all that was not searched is as it was
 
-    too_large = [*options(copy, "large", *SEARCH, "tuning.resources_per_trial={CPU: 99}"), "--out", "none"]
+    too_large = [*options(program, "large", *SEARCH, "tuning.resources_per_trial={CPU: 99}"), "--out", "none"]
     (tmp_path / "output").unlink()
-    said = run(copy, tmp_path, "tune", *too_large, code=2)
+    said = run(program, tmp_path, "tune", *too_large, code=2)
     assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than a node has, of {'CPU': 4.0} in all" in said
 
 

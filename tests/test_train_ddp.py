@@ -12,7 +12,6 @@ import psutil
 import pytest
 import torch
 from runs import (
-    UNEVEN,
     Fork,
     Run,
     assert_bit_for_bit,
@@ -22,37 +21,16 @@ from runs import (
     refused_here,
     train,
 )
+from small_runs import UNEVEN
 
 from shared.distributed import free_port
 
-# --- N ranks compute what one process computes ---------------------------------------------------------------------
-
-
-def test_float64_losses_do_not_depend_on_the_number_of_ranks(one_process, small_mnist, tmp_path):
-    """(On two ranks: lesson 1.4, and test_stopped_in_mid_epoch_and_resumed_at_another_world_size.)"""
-    # 176 samples in batches of 52 leave a tail of 20, which 4 ranks share as 5 each.
-    metrics = train(4, tmp_path, *UNEVEN, "--data-dir", small_mnist)
-    assert_same_losses(one_process, metrics)
-    assert [line["epoch"] for line in metrics] == [1, 2]
-    assert {line["world_size"] for line in metrics} == {4}
-    assert {line["samples_seen"] for line in metrics} == {176}
-    assert {len(line["step_losses"]) for line in metrics} == {4}
+# --- N ranks compute what one process computes (more of it: test_small_runs.py) ------------------------------------
 
 
 def test_a_tail_smaller_than_the_world_size(small_mnist, tmp_path):
     # 176 samples in batches of 87 leave a tail of 2, and the third rank an empty batch.
-    options = (
-        "--dataset",
-        "mnist",
-        "--data-dir",
-        small_mnist,
-        "--batch-size",
-        "87",
-        "--epochs",
-        "1",
-        "--precision",
-        "fp64",
-    )
+    options = (*UNEVEN, "--data-dir", small_mnist, "--batch-size", "87", "--epochs", "1")
     (tmp_path / "one").mkdir()
     assert_same_losses(train(0, tmp_path / "one", *options), train(3, tmp_path, *options))
 
@@ -68,18 +46,9 @@ def test_the_digits_at_the_defaults_pass_95_percent(tmp_path):
 
 def test_bf16_trains_with_float32_weights(small_mnist, tmp_path):
     options = (
-        "--dataset",
-        "mnist",
-        "--data-dir",
-        small_mnist,
-        "--model",
-        "mlp",
-        "--precision",
-        "bf16",
-        "--run-name",
-        "b",
-    )
-    options = (*options, "--epochs", "3", "--batch-size", "16")
+        "--dataset", "mnist", "--data-dir", small_mnist, "--model", "mlp", "--precision", "bf16", "--run-name", "b",
+        "--epochs", "3", "--batch-size", "16",
+    )  # fmt: skip
     metrics = train(2, tmp_path, *options)
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
     (tmp_path / "fp32").mkdir()

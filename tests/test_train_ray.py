@@ -10,10 +10,10 @@ import pytest
 import torchvision
 from runs import (
     ROOT,
-    UNEVEN,
     Fork,
     Run,
     assert_bit_for_bit,
+    assert_on_record,
     assert_same_losses,
     assert_same_state,
     has_traceback,
@@ -21,6 +21,7 @@ from runs import (
     refused_here,
     train,
 )
+from small_runs import UNEVEN
 
 from shared import data
 
@@ -45,19 +46,17 @@ def newest(folder: Path) -> Path:
     return sorted((folder / "run").glob("checkpoint-*"))[-1] / "state.pt"
 
 
-def test_local_mode(one_process, options, tmp_path):
-    metrics = train(0, tmp_path, *options, "--num-workers", 0, script=SCRIPT)
-    assert_same_losses(one_process, metrics)
-    assert {line["world_size"] for line in metrics} == {1}
-    assert not (tmp_path / "run").exists()  # nothing is stored
-
-
 def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, tmp_path, monkeypatch):
-    """A worker that dies while it is started, then Ray's controller; with the data in the default folder, ./data."""
+    """A worker that dies while it is started, then Ray's controller; with the data in the default folder, ./data.
+
+    What is left of that in the losses: nothing. They are those on record for two workers, and torchrun's bit for bit.
+    """
     monkeypatch.setenv("DIES_SCRIPT", str(SCRIPT))
     monkeypatch.setenv("DIES_LOG", str(tmp_path / "died"))
     (tmp_path / "data").symlink_to(small_mnist)
-    run = fork(tmp_path, *UNEVEN, "--run-name", "run", "--num-workers", 1, script=DIES_WHILE_STARTING)
+    (tmp_path / "torchrun").mkdir()
+    by_torchrun = train(2, tmp_path / "torchrun", *UNEVEN, "--data-dir", small_mnist)
+    run = fork(tmp_path, *UNEVEN, "--run-name", "run", "--num-workers", 2, script=DIES_WHILE_STARTING)
     run.wait_for_epoch(1)
     assert (tmp_path / "died").exists()
     (controller,) = run.ray_processes("TrainController")
@@ -65,7 +64,9 @@ def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, t
     assert run.finish() == 0, run.text
     assert "again from the newest checkpoint (1 of 3)" in run.text and "(2 of 3)" in run.text, run.text
     assert run.text.count("going on after step 4") == 1, run.text
-    assert_bit_for_bit(run.metrics(), one_process)
+    assert_on_record("Ray Train, 2 workers", run.metrics())
+    assert_same_losses(one_process, run.metrics())
+    assert_bit_for_bit(run.metrics(), by_torchrun)
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
 
 
@@ -98,9 +99,11 @@ def test_four_workers_and_a_damaged_checkpoint(on_cluster, one_process, options,
     assert_same_state(saved, tmp_path / "undisturbed.pt")
 
 
-def test_a_signal_ends_the_run_and_all_of_ray(options, tmp_path):
+def test_a_signal_ends_the_run_and_all_of_ray(one_process, options, tmp_path):
+    """(Until then one worker has computed what one process computes.)"""
     run = Run(0, tmp_path, *options, "--num-workers", 1, "--epochs", 100, script=SCRIPT)
     run.wait_for_epoch(1)
+    assert_bit_for_bit(run.metrics()[:1], one_process[:1])
     ray = run.descendants()
     sent = time.monotonic()
     run.process.send_signal(signal.SIGINT)

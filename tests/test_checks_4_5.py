@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 
 from shared import checks
 

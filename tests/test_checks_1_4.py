@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 
 from shared import checks
 from shared.checks import chapter_1, machinery

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 
 from shared import checks
 

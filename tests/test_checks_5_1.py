@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 
 from shared import checks
 from shared.checks import chapter_5

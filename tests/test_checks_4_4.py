@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from shared.checks.chapter_4 import exercise_4_4a, exercise_4_4b, exercise_4_4c

@@ -1,7 +1,7 @@
 """The checks of lesson 3.3: the stub and plausible wrong answers are rejected with a message that helps."""
 
 import pytest
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 
 from shared import checks
 from shared.checks import chapter_3

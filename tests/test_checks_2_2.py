@@ -4,7 +4,7 @@ import math
 from collections import Counter
 
 import pytest
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 
 from shared import checks
 

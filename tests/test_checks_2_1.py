@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from answers import assert_accepts, assert_rejects, stub
 from ray.train import ScalingConfig
-from test_checks import assert_accepts, assert_rejects, stub
 from torch.utils.data import DistributedSampler
 
 from shared import checks, data

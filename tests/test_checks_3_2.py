@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from answers import assert_accepts, assert_rejects, stub
 from runs import ROOT as ROOT_FOLDER
 from runs import TORCHRUN
-from test_checks import assert_accepts, assert_rejects, stub
 
 from shared import checks
 from shared.checks import chapter_3, machinery

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_checks import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, stub
 
 from shared import checks
 

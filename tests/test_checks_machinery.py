@@ -1,0 +1,104 @@
+"""How a check runs a learner's script on several ranks, and ends it when it hangs or is interrupted."""
+
+import contextlib
+import os
+import stat
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import psutil
+import pytest
+from answers import assert_rejects
+
+from shared.checks import machinery
+
+SCRIPTS = {
+    "right": "import os, sys\nnames = 'RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'\n"
+    "print(*(os.environ[name] for name in names), *sys.argv[1:])",
+    "stub": "import os\nif os.environ['RANK'] == '1':\n    raise NotImplementedError",
+    "failing": "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('12 samples cannot be dealt')",
+}
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """What run_script returned or raised for each of SCRIPTS on two ranks, started together to save time."""
+    folder = tmp_path_factory.mktemp("a folder with spaces")
+
+    def launch(name):
+        path = folder / f"{name}.py"
+        path.write_text(SCRIPTS[name])
+        try:
+            return machinery.run_script(path, 2, "--flag", "two words")
+        except (NotImplementedError, machinery.Wrong) as error:
+            return error
+
+    with ThreadPoolExecutor() as pool:
+        return dict(zip(SCRIPTS, pool.map(launch, SCRIPTS), strict=True))
+
+
+def test_run_script_returns_what_each_rank_prints_in_the_order_of_ranks(launched):
+    assert launched["right"] == ["0 2 1 --flag two words\n", "1 2 1 --flag two words\n"]
+
+
+def test_run_script_tells_a_stub_from_a_mistake(launched):
+    assert isinstance(launched["stub"], NotImplementedError)
+    assert isinstance(launched["failing"], machinery.Wrong)
+    assert str(launched["failing"]).startswith("the script failed: ")
+    assert "ValueError: 12 samples cannot be dealt" in str(launched["failing"])
+
+
+@pytest.fixture
+def hanging(tmp_path, monkeypatch):
+    """A launcher that, like torchrun, starts a rank in a session of its own and waits; returns a file with its pid."""
+    launcher, rank = tmp_path / "launcher", tmp_path / "rank"
+    launcher.write_text(f"#!/bin/sh\nsetsid sleep 600 &\necho $! > '{rank}'\nwait\n")
+    launcher.chmod(launcher.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(machinery.sys, "executable", str(launcher))
+    return rank
+
+
+def assert_is_gone(pid: int) -> None:
+    deadline = time.monotonic() + 120
+    with contextlib.suppress(psutil.NoSuchProcess):
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+            assert time.monotonic() < deadline, f"process {pid} still runs"
+            time.sleep(0.05)
+
+
+def wait_for_rank(hanging) -> None:
+    while not hanging.exists() or not hanging.read_text():
+        time.sleep(0.05)
+
+
+def test_run_script_cuts_a_hang_and_leaves_no_rank_behind(hanging, monkeypatch):
+    communicate = subprocess.Popen.communicate
+
+    def once_the_rank_runs(process, timeout):
+        wait_for_rank(hanging)
+        return communicate(process, timeout=timeout)
+
+    monkeypatch.setattr(machinery.subprocess.Popen, "communicate", once_the_rank_runs)
+    with pytest.raises(machinery.Wrong, match=r"it hangs: no end after 1 s\. Does every rank reach every collective\?"):
+        machinery.run_script("hang.py", 1, timeout=1)
+    assert_is_gone(int(hanging.read_text()))
+
+
+def test_an_interrupted_check_leaves_no_rank_behind(hanging, monkeypatch):
+    def interrupted(process, timeout):
+        wait_for_rank(hanging)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machinery.subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        machinery.run_script("hang.py", 1)
+    assert_is_gone(int(hanging.read_text()))
+
+
+def test_a_check_of_a_script_says_what_is_wrong_with_it(hanging, capsys):
+    @machinery.exercise("9.9", "fine.")
+    def check(script):
+        machinery.run_script(script, 1, timeout=0.5)
+
+    assert_rejects(check, os.devnull, "not right yet: it hangs", capsys)

@@ -1,0 +1,60 @@
+"""The six small runs compute what is on record, on any machine; and the script that compares two commits.
+
+(Ray Train with 2 workers: test_train_ray.py, in a run whose workers and controller die.)
+"""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_runs
+from runs import LIMIT, ROOT, assert_on_record, assert_same_losses, train
+
+
+def test_one_process(one_process):
+    assert_on_record("one process", one_process)
+
+
+@pytest.mark.parametrize("name", ["torchrun, 2 ranks", "torchrun, 4 ranks", "Ray Train, local mode"])
+def test_other_ranks_compute_what_one_process_does(name, one_process, small_mnist, tmp_path):
+    """Also in an epoch's last batch, a tail of 20 samples, of which 4 ranks get 5 each."""
+    script, ranks, options = small_runs.RUNS[name]
+    metrics = train(ranks, tmp_path, *options, *small_runs.input_options(name, small_mnist), script=ROOT / script)
+    assert_on_record(name, metrics)
+    assert_same_losses(one_process, metrics)
+    assert [line["epoch"] for line in metrics] == [1, 2]
+    assert {(line["world_size"], line["samples_seen"], len(line["step_losses"])) for line in metrics} == {
+        (max(ranks, 1), 176, 4)
+    }
+    if "Ray" in name:
+        assert not list(tmp_path.glob("*/checkpoint-*"))  # local mode stores nothing
+
+
+def test_fsdp2(small_mnist, tmp_path):
+    script, ranks, options = small_runs.RUNS["FSDP2, 2 ranks"]
+    inputs = small_runs.input_options("FSDP2, 2 ranks", small_mnist)
+    assert_on_record("FSDP2, 2 ranks", train(ranks, tmp_path, *options, *inputs, script=ROOT / script))
+
+
+def test_a_commit_that_computes_something_else_is_named(tmp_path, monkeypatch, capsys):
+    """A checkout in which Adam's moments decay differently has the same first loss, and another second one."""
+    for name in ("shared", "01-ddp-pytorch-only"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "runs", "data"))
+    script = tmp_path / small_runs.DDP
+    script.write_text(script.read_text().replace("lr=args.lr)", "lr=args.lr, betas=(0.9, 0.99))"))
+    monkeypatch.setattr(small_runs, "RUNS", {"one process": small_runs.RUNS["one process"]})
+    inputs = small_runs.write_inputs(tmp_path / "inputs")
+    quick = ["--model", "mlp", "--max-steps", "3"]
+    assert small_runs.compare(str(ROOT), str(ROOT), inputs, quick) == 0
+    assert "one process            equal bit for bit: 3 losses" in capsys.readouterr().out
+    assert small_runs.compare(str(ROOT), str(tmp_path), inputs, quick) == 1
+    assert "epoch 1, step_losses: [" in capsys.readouterr().out
+
+
+def test_wrong_calls_are_refused(tmp_path):
+    for words in ([], ["HEAD"], ["--record", "HEAD"], [str(tmp_path), str(tmp_path)]):
+        command = [sys.executable, small_runs.__file__, *words]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, cwd=Path(ROOT))
+        assert done.returncode == 2 and "small_runs.py: error: " in done.stderr, done.stderr
