@@ -1,4 +1,5 @@
 # make lab     set up .venv and open JupyterLab at the first lesson   (a server: make lab LAB_ARGS="--no-browser --ip 0.0.0.0")
+# make smoke   set up .venv and run a lesson of each chapter and the fast tests: does this machine work?
 # make test    set up .venv and run every test, lesson and solution
 # make bench   measure on this machine, into benchmarks/results/
 # make diffs   bring the diffs that the READMEs show up to date
@@ -25,7 +26,7 @@ PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(PIP_ARGS)
 
-.PHONY: lab test bench book book-check diffs lint hooks wheelhouse reset
+.PHONY: lab smoke test bench book book-check diffs lint hooks wheelhouse reset
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
@@ -45,11 +46,19 @@ lab: .venv/installed
 	$(BIN)/python -m shared.doctor || true
 	$(BIN)/jupyter lab --allow-root --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
-# Two test files at a time: much of a test is waiting for processes to start, or for one of them to die.
+# Three test files at a time on two cores: much of a test is waiting for processes to start, or for one of them to die.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=900
+
 test: .venv/installed-dev
-	$(BIN)/python benchmarks/calibrate.py
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder \
-		--nbmake --nbmake-timeout=900 $(PYTEST_ARGS) tests 0*-*/
+	$(PYTEST) -n 3 $(PYTEST_ARGS) tests 0*-*/
+
+# torchrun, Ray Train, DeepSpeed, two nodes, five bugs; of the tests those that start few processes.
+SMOKE_LESSONS := 01-ddp-pytorch-only/02_ranks_and_collectives.ipynb 02-ddp-pytorch-ray/01_ray_train.ipynb \
+	03-fsdp-deepspeed/03_deepspeed_zero.ipynb 04-ray-in-production/04_communication.ipynb \
+	05-bug-gallery/01_bug_gallery.ipynb
+
+smoke: .venv/installed-dev
+	$(PYTEST) -n 2 $(PYTEST_ARGS) $(SMOKE_LESSONS) $(FAST_TESTS)
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py

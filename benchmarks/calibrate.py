@@ -1,7 +1,7 @@
 """How fast is this machine? Minutes of two machines cannot be compared; beside these two numbers they can:
 
 seconds of `import torch` in a new process (files, Python), and of 10 optimizer steps of bare_loop.py (arithmetic), one
-thread, the shortest of three each. `make test` prints them before it starts, `make bench` writes them into its tables.
+thread, the shortest of three each. `make bench` writes them into its tables.
 """
 
 import json

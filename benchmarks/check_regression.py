@@ -93,13 +93,11 @@ def compare_checkouts(args: argparse.Namespace) -> bool:
     pythons = {side: interpreter(list(checkouts.values()), folder) for side, folder in checkouts.items()}
     for side, folder in checkouts.items():
         print(f"{side}  {folder}, {commit(folder)}, by {pythons[side]}")
-    first = ["old", "new"] * (args.pairs // 2) + ["old"] * (args.pairs % 2)
-    random.Random(args.seed).shuffle(first)
     name, ranks = device()
     seconds, known = {"old": [], "new": []}, {"old": [], "new": []}
     order = f"in an order drawn by seed {args.seed}"
     print(f"{args.pairs} pair{'s' * (args.pairs > 1)} of {args.steps} steps on {ranks} ranks, {order}", flush=True)
-    for number, side in enumerate(first, start=1):
+    for number, side in enumerate(first_of_each_pair(args.pairs, args.seed), start=1):
         for each in (side, "new" if side == "old" else "old"):
             result = run(checkouts[each], pythons[each], ranks, args.steps)
             known[each].append(result["known"])
@@ -110,6 +108,13 @@ def compare_checkouts(args: argparse.Namespace) -> bool:
         )
     print(f"device {name}; versions:", describe(known["old"][0], known["new"][0]))
     return verdict(slowdown(seconds["old"], seconds["new"]), "a step of NEW takes")
+
+
+def first_of_each_pair(pairs: int, seed: int) -> list[str]:
+    """Which side of each pair runs first: each one in half of them, in an order drawn by `seed`."""
+    first = ["old", "new"] * (pairs // 2) + ["old"] * (pairs % 2)
+    random.Random(seed).shuffle(first)
+    return first
 
 
 def interpreter(checkouts: list[Path], folder: Path) -> str:

@@ -9,7 +9,6 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 
@@ -175,6 +174,8 @@ def init_weights(
 
     gathered: makes a parameter whole for a while, as DeepSpeed's `GatheredParameters` does.
     """
+    from torch.distributed.tensor import DTensor, distribute_tensor  # half a second, for those who need it
+
     for name, parameter in model.named_parameters():
         with gathered(parameter):
             value = initial_value(name, parameter.shape, seed).to(parameter.device, parameter.dtype)

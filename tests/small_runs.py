@@ -148,8 +148,8 @@ def main() -> int:
         inputs = write_inputs(Path(folder))
         try:
             return record(inputs) or 0 if args.record else int(compare(*args.commits, inputs, more) > 0)
-        except subprocess.CalledProcessError as error:
-            print(error.stdout or "", file=sys.stderr)
+        except (subprocess.CalledProcessError, FileNotFoundError) as error:  # a run, git; there is no git
+            print(getattr(error, "stdout", None) or "", file=sys.stderr)
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
             return 2
 

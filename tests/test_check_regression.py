@@ -112,21 +112,23 @@ def test_a_checkout_that_sleeps_in_each_step_raises_the_alarm(checkout):
     old, new = checkout("old"), checkout("new")
     with open(new / "shared/data.py", "a") as file:
         file.write(SLOWLY)
-    said = call(SCRIPT, old, new, "--pairs", 2, "--steps", 4, code=1)
-    assert "2 pairs of 4 steps" in said and "drawn by seed 0" in said
+    said = call(SCRIPT, old, new, "--pairs", 1, "--steps", 4, code=1)
+    assert "1 pair of 4 steps" in said and "drawn by seed 0" in said
     assert f"old  {old}, " in said and f"new  {new}, " in said
-    pairs = [line.split() for line in said.splitlines() if line.startswith("pair ")]
-    assert len(pairs) == 2 and {pair[2] for pair in pairs} == {"old", "new"}
-    assert all(float(pair[-3].rstrip(",")) >= SLEEP_S for pair in pairs)
+    (pair,) = (line.split() for line in said.splitlines() if line.startswith("pair "))
+    assert pair[2] == "old" and float(pair[-3].rstrip(",")) >= SLEEP_S
     assert "; the same for both" in said and "ALARM: a step of NEW takes" in said
 
 
-def test_the_same_checkout_twice_runs_to_its_end():
-    command = [sys.executable, SCRIPT, ROOT, ROOT, "--pairs", "1", "--steps", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3 * LIMIT)
-    assert done.returncode in (0, 1), done.stderr  # of one pair
-    assert "\n1 pair of 4 steps" in done.stdout
-    assert f"{'ALARM' if done.returncode else 'fine'}: a step of NEW takes" in done.stdout
+def test_a_verdict_below_the_alarm_is_fine(check, capsys):
+    assert check.verdict(1.09, "a step of NEW takes") is False and check.verdict(1.11, "it takes") is True
+    assert capsys.readouterr().out.startswith("fine: a step of NEW takes 1.090 times as long")
+
+
+def test_each_side_runs_first_in_half_of_the_pairs(check):
+    orders = {seed: check.first_of_each_pair(8, seed) for seed in range(20)}
+    assert all(sorted(order) == ["new"] * 4 + ["old"] * 4 for order in orders.values())
+    assert len(set(map(tuple, orders.values()))) > 10 and orders[0] == check.first_of_each_pair(8, 0)
 
 
 def test_a_run_by_another_shared_is_refused(tmp_path):

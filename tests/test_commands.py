@@ -578,9 +578,7 @@ RUN_BY = {
     r"torchrun --standalone --nproc-per-node 2 .*train_ddp\.py": "01-ddp-pytorch-only/04_torchrun.ipynb",
     r"torchrun .* --max-restarts 3 .*": "01-ddp-pytorch-only/04_torchrun.ipynb",
     r"torchrun .* --resume": "tests/test_train_ddp.py::test_the_whole_job_is_killed_and_resumed",
-    r".*launch_multinode_ddp\.sh localhost .*": (
-        "tests/test_launcher.py::test_two_local_nodes_train_as_one_process_does"
-    ),
+    r".*launch_multinode_ddp\.sh localhost .*": "01-ddp-pytorch-only/05_two_nodes.ipynb",
     r".*launch_multinode_ddp\.sh host1 .*": "tests/test_launcher.py::test_remote_nodes_end_with_the_launcher",
     r"python .*train_ray_ddp\.py --num-workers 1": (
         "tests/test_train_ray.py::test_a_signal_ends_the_run_and_all_of_ray"
@@ -589,16 +587,16 @@ RUN_BY = {
     r"python train_ray_ddp\.py --run-name first --resume": (
         "tests/test_train_ray.py::test_four_workers_and_a_damaged_checkpoint"
     ),
-    r"python train_ray_ddp\.py --num-workers 0.*": "tests/test_train_ray.py::test_local_mode",
+    r"python train_ray_ddp\.py --num-workers 0.*": (
+        "tests/test_small_runs.py::test_other_ranks_compute_what_one_process_does"
+    ),
     r"python train_ray_ddp\.py --num-workers 4:6 .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
     r"python .*train_ray_ddp\.py --num-workers 16 .*": (
         "tests/test_train_ray.py::test_four_workers_and_a_damaged_checkpoint"
     ),
-    r"python train_ray_ddp_with_ray_data\.py --num-workers 2": (
-        "tests/test_train_ray.py::test_ray_data_deals_every_sample_once_also_when_stopped_and_resumed"
-    ),
+    r"python train_ray_ddp_with_ray_data\.py --num-workers 2": "02-ddp-pytorch-ray/03_ray_data.ipynb",
     r"python train_ray_ddp_with_ray_data\.py --data-uri .*": (
-        "tests/test_train_ray.py::test_pictures_of_one_s_own_and_one_of_them_damaged"
+        "tests/test_train_ray.py::test_ray_data_on_a_folder_of_pictures"
     ),
     r"python train_ray_fsdp2\.py --num-workers 2": "03-fsdp-deepspeed/02_fsdp2.ipynb",
     r"python train_ray_fsdp2\.py --num-workers 0 .*": (
@@ -638,6 +636,7 @@ RUN_BY = {
 # These nobody runs, beside the programs of which only the shape is checked; their options are parsed all the same.
 NOT_RUN = {
     r"make test.*": "is what runs this",
+    r"make smoke": "is a part of what runs this",
     r"make lab.*": "opens a server that stays; set up as for `make test`",
     r"make bench": "an hour of measuring",
     r"make book|make book-check": "half an hour; tests/test_book.py makes the book without running the lessons",
