@@ -52,13 +52,14 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadsco
 test: .venv/installed-dev
 	$(PYTEST) -n 3 $(PYTEST_ARGS) tests 0*-*/
 
-# torchrun, Ray Train, DeepSpeed, two nodes, five bugs; of the tests those that start few processes.
-SMOKE_LESSONS := 01-ddp-pytorch-only/02_ranks_and_collectives.ipynb 02-ddp-pytorch-ray/01_ray_train.ipynb \
-	03-fsdp-deepspeed/03_deepspeed_zero.ipynb 04-ray-in-production/04_communication.ipynb \
-	05-bug-gallery/01_bug_gallery.ipynb
+# A lesson on torchrun, Ray Train, DeepSpeed, two nodes, bugs; all tests except those that start many processes.
+SMOKE_LESSONS := $(addsuffix .ipynb,01-ddp-pytorch-only/02_ranks_and_collectives 02-ddp-pytorch-ray/01_ray_train \
+	03-fsdp-deepspeed/03_deepspeed_zero 04-ray-in-production/04_communication 05-bug-gallery/01_bug_gallery)
+SLOW_TESTS := $(foreach name,autoscale bench book check_regression checks_1_2 checks_1_3 checks_3_2 checks_5_1 cluster commands \
+	distributed elastic launcher network old_checkpoints planted_faults program train troubleshooting,tests/test_$(name)%.py)
 
 smoke: .venv/installed-dev
-	$(PYTEST) -n 2 $(PYTEST_ARGS) $(SMOKE_LESSONS) $(FAST_TESTS)
+	$(PYTEST) -n 2 $(PYTEST_ARGS) $(SMOKE_LESSONS) $(filter-out $(SLOW_TESTS),$(wildcard tests/test_*.py))
 
 bench: .venv/installed
 	$(BIN)/python benchmarks/bench_ddp.py

@@ -111,7 +111,7 @@ def compare_checkouts(args: argparse.Namespace) -> bool:
 
 
 def first_of_each_pair(pairs: int, seed: int) -> list[str]:
-    """Which side of each pair runs first: each one in half of them, in an order drawn by `seed`."""
+    """Which side of each pair runs first: each side in half of them, in an order drawn by `seed`."""
     first = ["old", "new"] * (pairs // 2) + ["old"] * (pairs % 2)
     random.Random(seed).shuffle(first)
     return first

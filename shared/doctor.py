@@ -39,7 +39,7 @@ def wrong_packages(requirements: Path) -> list[str]:
 
 
 def cpu_name() -> str:
-    """The CPU's name as Linux gives it, elsewhere the architecture."""
+    """The CPU's name as Linux gives it, or the architecture elsewhere."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
 

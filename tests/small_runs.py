@@ -3,9 +3,10 @@
     python tests/small_runs.py --record     write small_runs.json: the losses on this machine, with its CPU and Python
     python tests/small_runs.py OLD NEW      do two commits compute the same, bit for bit, on 1 and 2 ranks?
 
-The runs, all in float64: torchrun on 1, 2 and 4 ranks, Ray Train in local mode and with 2 workers, FSDP2 on 2 ranks.
-OLD and NEW are names of commits, or folders that hold a checkout. Exit code 1 where a number differs, 2 where a run
-fails or cannot be started. `make test` holds each commit to the record within 1e-9 (test_small_runs.py).
+The runs, all in float64: DDP in one process and on 2 and 4 ranks under torchrun, Ray Train in local mode and with 2
+workers, FSDP2 on 2 ranks. OLD and NEW are names of commits, or folders that hold a checkout. Commits before this file
+have no resnet8: add `--model resnet18`. Exit code 1 where a number differs, 2 where a run fails or cannot be started.
+`make test` holds each commit to the record within 1e-9 (test_small_runs.py).
 """
 
 import argparse
@@ -41,7 +42,7 @@ RUNS = {  # name: (script, ranks under torchrun (0: plain python), options)
     "Ray Train, 2 workers": (RAY, 0, (*UNEVEN, "--num-workers", "2", "--no-use-gpu")),
     "FSDP2, 2 ranks": (FSDP2, 2, (*SQUARES, "--num-workers", "0", "--no-use-gpu")),
 }
-SPEEDS = ("samples_per_second", "tokens_per_second", "peak_memory_bytes")
+NOT_COMPARED = ("samples_per_second", "tokens_per_second", "peak_memory_bytes")
 LIMIT_S = 1800  # for one run
 
 
@@ -49,7 +50,7 @@ def write_inputs(folder: Path) -> Path:
     """Write what the runs read into `folder`, the same on every machine; returns `folder`.
 
     192 of scikit-learn's digits as MNIST's training file (176 remain for training) and 32 as its test file, 8x8 each;
-    and squares.txt, since each Python has another standard library.
+    and squares.txt, because the default text, Python's standard library, differs by version.
     """
     digits = load_digits()
     images, labels = torch.from_numpy(digits.images * 15.9).byte(), torch.from_numpy(digits.target).byte()
@@ -103,7 +104,7 @@ def record(inputs: Path) -> None:
 
 @contextlib.contextmanager
 def checkout_of(commit: str) -> Iterator[Path]:
-    """A folder with the files of a commit, as long as it is needed; a folder that is given stays."""
+    """A folder with the files of a commit, deleted afterwards; a folder that is given is left alone."""
     if Path(commit).is_dir():
         yield Path(commit).resolve()
         return
@@ -114,9 +115,9 @@ def checkout_of(commit: str) -> Iterator[Path]:
 
 
 def first_difference(old: list[dict], new: list[dict]) -> str | None:
-    """Where the metrics of two runs differ, speeds apart; None where they are equal bit for bit."""
+    """Where the metrics of two runs differ, apart from speeds; None where they are equal bit for bit."""
     for a, b in zip(old, new, strict=False):
-        for key in sorted((a.keys() | b.keys()) - set(SPEEDS)):
+        for key in sorted((a.keys() | b.keys()) - set(NOT_COMPARED)):
             if a.get(key) != b.get(key):
                 return f"epoch {a['epoch']}, {key}: {a.get(key)} and {b.get(key)}"
     return None if len(old) == len(new) else f"{len(old)} and {len(new)} epochs"
@@ -127,7 +128,7 @@ def compare(old: str, new: str, inputs: Path, more: list[str]) -> int:
     different = 0
     with checkout_of(old) as old_files, checkout_of(new) as new_files:
         for name, (_, ranks, _) in RUNS.items():
-            if ranks > 2:  # the order in which gloo adds is its own affair there
+            if ranks > 2:  # gloo does not fix the order of addition there
                 continue
             results = [run(name, files, inputs, *more) for files in (old_files, new_files)]
             difference = first_difference(*results)
@@ -141,14 +142,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commits", nargs="*", metavar="COMMIT", help="OLD and NEW: names of commits, or folders")
     parser.add_argument("--record", action="store_true", help="write small_runs.json")
-    args, more = parser.parse_known_args()  # the rest goes to all runs
-    if len(args.commits) != (0 if args.record else 2):
+    args, more = parser.parse_known_args()  # other options go to the scripts
+    if len(args.commits) != (0 if args.record else 2) or (args.record and more):
         parser.error("give --record, or two commits: OLD NEW")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         inputs = write_inputs(Path(folder))
         try:
-            return record(inputs) or 0 if args.record else int(compare(*args.commits, inputs, more) > 0)
-        except (subprocess.CalledProcessError, FileNotFoundError) as error:  # a run, git; there is no git
+            if args.record:
+                record(inputs)
+                return 0
+            return int(compare(*args.commits, inputs, more) > 0)
+        except (subprocess.SubprocessError, FileNotFoundError) as error:  # a run or git failed, or git is missing
             print(getattr(error, "stdout", None) or "", file=sys.stderr)
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)
             return 2

@@ -678,10 +678,10 @@ def test_what_runs_a_command_is_there(runner):
         assert f"\ndef {name}(" in text
     else:  # a lesson, in which the script or the command's name stands
         commands = [command for command in all_commands() if runner in map(RUN_BY.get, rows_for(command))]
-        names = {
-            command.words[1] if command.words[0] == "ray" else Path(command.words[1]).name for command in commands
-            if command.words[0] in ("ray", "python")
-        }  # fmt: skip
+        by_name = [command.words[1] for command in commands if command.words[0] == "ray"]
+        by_file = [command.words[1] for command in commands if command.words[0] == "python"]
+        by_file += [command.words[0] for command in commands if command.words[0].endswith(".sh")]
+        names = {*by_name, *(Path(file).name for file in by_file)}
         assert names and [name for name in names if name not in text] == []
 
 

@@ -77,7 +77,10 @@ def test_a_run_in_ray_s_storage_is_read(folder):
 
 
 def test_shards_of_fsdp2_and_deepspeed_are_read(folder, tmp_path):
-    """FSDP2's equal those of two steps taken here; DeepSpeed's AdamW does the same arithmetic in float32."""
+    """FSDP2's equal those of two steps taken here; DeepSpeed's come as close as its AdamW does.
+
+    (A step moves a weight by 1e-3.)
+    """
     script = tmp_path / "read.py"
     script.write_text(READ_SHARDS)
     run = Fork(0, tmp_path, folder, ROOT / "tests", script=script, trains=False)
@@ -87,13 +90,15 @@ def test_shards_of_fsdp2_and_deepspeed_are_read(folder, tmp_path):
     old.steps(model, torch.optim.AdamW(model.parameters(), lr=old.LR), width=4)
     for name, value in model.state_dict().items():
         assert torch.equal(torch.tensor(fsdp2["weights"][name]), value)
-        assert torch.tensor(deepspeed["weights"][name]) == pytest.approx(value, abs=1e-3)
+        assert torch.tensor(deepspeed["weights"][name]) == pytest.approx(value, abs=5e-5)
     assert fsdp2["steps"] == deepspeed["steps"] == [2]
     assert deepspeed["progress"]["options"] == {**fsdp2["progress"]["options"], "zero_stage": 2}
 
 
 def test_a_run_of_the_program_goes_on(folder, monkeypatch, capsys):
     from training import local_training
+
+    monkeypatch.setattr("shared.cli.stop_on_signals", lambda *_, **__: None)  # this process goes on
 
     changes = ("dataset.kind=synthetic", "dataset.num_samples=200", "model.kind=mlp", "model.hidden_dim=8",
                "training.batch_size=80", "training.epochs=2", f"paths.model_save_dir={folder}",

@@ -49,23 +49,25 @@ def newest(folder: Path) -> Path:
 def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, tmp_path, monkeypatch):
     """A worker that dies while it is started, then Ray's controller; with the data in the default folder, ./data.
 
-    What is left of that in the losses: nothing. They are those on record for two workers, and torchrun's bit for bit.
+    Neither leaves a trace: the losses are those on record for two workers, and equal torchrun's bit for bit. (Of six
+    epochs, so that there is time to kill the controller.)
     """
     monkeypatch.setenv("DIES_SCRIPT", str(SCRIPT))
     monkeypatch.setenv("DIES_LOG", str(tmp_path / "died"))
     (tmp_path / "data").symlink_to(small_mnist)
     (tmp_path / "torchrun").mkdir()
-    by_torchrun = train(2, tmp_path / "torchrun", *UNEVEN, "--data-dir", small_mnist)
-    run = fork(tmp_path, *UNEVEN, "--run-name", "run", "--num-workers", 2, script=DIES_WHILE_STARTING)
+    options = (*UNEVEN, "--epochs", 6)
+    by_torchrun = train(2, tmp_path / "torchrun", *options, "--data-dir", small_mnist)
+    run = fork(tmp_path, *options, "--run-name", "run", "--num-workers", 2, script=DIES_WHILE_STARTING)
     run.wait_for_epoch(1)
     assert (tmp_path / "died").exists()
     (controller,) = run.ray_processes("TrainController")
     controller.kill()
     assert run.finish() == 0, run.text
     assert "again from the newest checkpoint (1 of 3)" in run.text and "(2 of 3)" in run.text, run.text
-    assert run.text.count("going on after step 4") == 1, run.text
-    assert_on_record("Ray Train, 2 workers", run.metrics())
-    assert_same_losses(one_process, run.metrics())
+    assert run.text.count("going on after step") == 1, run.text
+    assert_on_record("Ray Train, 2 workers", run.metrics()[:2])
+    assert_same_losses(one_process, run.metrics()[:2])
     assert_bit_for_bit(run.metrics(), by_torchrun)
     assert len(list((tmp_path / "run").glob("checkpoint-*"))) == 2
 
@@ -100,7 +102,7 @@ def test_four_workers_and_a_damaged_checkpoint(on_cluster, one_process, options,
 
 
 def test_a_signal_ends_the_run_and_all_of_ray(one_process, options, tmp_path):
-    """(Until then one worker has computed what one process computes.)"""
+    """Before the signal, one worker computes what one process computes."""
     run = Run(0, tmp_path, *options, "--num-workers", 1, "--epochs", 100, script=SCRIPT)
     run.wait_for_epoch(1)
     assert_bit_for_bit(run.metrics()[:1], one_process[:1])

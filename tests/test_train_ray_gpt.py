@@ -77,10 +77,10 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     script, other, more, tolerance, on_cluster, tmp_path
 ):
     """Two workers save inside their epochs of 20 steps, and one goes on after the last save but one. On the way one of
-    DeepSpeed's workers is killed, and what all do after that is what torchrun's two ranks do, bit for bit. (One of
-    FSDP2's is killed in lesson 3.2: its second epoch may be short here.)
+    DeepSpeed's workers is killed, and what all do after that is what torchrun's two ranks do, bit for bit. (Lesson
+    3.2 kills one of FSDP2's, so its second epoch can be short here.)
     """
-    every, before_it, last = (12, 24, 26) if script == FSDP2 else (18, 36, 40)
+    every, resumed_from, last = (12, 24, 26) if script == FSDP2 else (18, 36, 40)
     options = ("--seed", 7, "--batch-size", 64, "--epochs", 2, "--max-steps", last, "--run-name", "run", *more)
     run = Fork(0, tmp_path, *options, "--num-workers", 2, "--save-every-steps", every, script=script)
     if script == DEEPSPEED:
@@ -106,7 +106,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     assert again.finish() == 0, again.text
     assert "note: --lr-step-size 1 is ignored: the run goes on with its own schedule, 2" in again.text
     assert f"skipped {damaged.name} (truncated" in again.text
-    assert f"going on after step {before_it}" in again.text
+    assert f"going on after step {resumed_from}" in again.text
     assert again.metrics()[0]["step_losses"] == before[0]["step_losses"]
     assert again.metrics()[1]["step_losses"] == pytest.approx(before[1]["step_losses"], rel=tolerance)
 
