@@ -1,12 +1,15 @@
 """For tests and lessons: their order, and what they have cost: wall and CPU minutes, and the ten slowest files."""
 
 import os
+import tempfile
 import threading
 import time
 from collections import defaultdict
 
+import jupyter_client
 import psutil
 import pytest
+from traitlets import default
 
 STARTED = time.time()
 collect_ignore_glob = ["*/yours-*.ipynb"]  # what `make reset` has put aside
@@ -16,6 +19,22 @@ LONG = ("test_train", "test_program", "test_elastic", "test_troubleshooting", "t
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
 os.environ.setdefault("RAY_enable_worker_prestart", "0")
 costs = defaultdict(lambda: [0.0, 0.0])  # of a file: wall and CPU seconds
+
+
+class KernelManager(jupyter_client.AsyncKernelManager):
+    """Notebooks and their kernels meet at files, not at ports: another test may take a port before the kernel does."""
+
+    @default("transport")
+    def _files(self) -> str:
+        return "ipc"
+
+    @default("ip")
+    def _how_their_names_begin(self) -> str:
+        self.folder = tempfile.TemporaryDirectory(prefix="kernel-", ignore_cleanup_errors=True)
+        return f"{self.folder.name}/socket"
+
+
+jupyter_client.AsyncKernelManager = KernelManager  # which nbclient, and so nbmake, asks for
 
 
 class Watch(threading.Thread):

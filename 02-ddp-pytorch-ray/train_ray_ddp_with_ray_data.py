@@ -30,7 +30,7 @@ from shared import checkpoint, cli, cluster, data, distributed, models, ray_imag
 
 def main() -> None:
     # No BatchNorm: whichever rows a worker gets, its last batch may be of one sample, which has no variance.
-    parser = cli.ray_parser(__doc__, models=("resnet18", "mlp"))
+    parser = cli.ray_parser(__doc__, models=("resnet18", "resnet8", "mlp"))
     parser.add_argument("--data-uri", dest="dataset", type=cli.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
         help="in place of --dataset: a path or URI with train/ and val/ in it, each of them Parquet files with the "
         "columns image and label, or pictures in a folder for each label")  # fmt: skip
