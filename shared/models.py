@@ -45,9 +45,10 @@ def resnet8(in_channels: int = 1, num_classes: int = 10) -> nn.Module:
     """
     from torchvision.models.resnet import BasicBlock, ResNet
 
-    model = ResNet(BasicBlock, [1, 1, 1, 1], num_classes, norm_layer=partial(nn.GroupNorm, 32))
+    resnet = ResNet(BasicBlock, [1, 1, 1, 1], num_classes, norm_layer=partial(nn.GroupNorm, 32))
+    model = for_small_images(resnet, in_channels)
     model.layer4, model.fc = nn.Identity(), nn.Linear(256, num_classes)
-    return for_small_images(model, in_channels)
+    return model
 
 
 class MLP(nn.Module):

@@ -38,7 +38,7 @@ def test_fsdp2(small_mnist, tmp_path):
 
 
 def test_a_commit_that_computes_something_else_is_named(tmp_path, monkeypatch, capsys):
-    """A checkout in which Adam's moments decay differently: its first step, and so its first two losses, are the same."""
+    """A checkout in which Adam's moments decay differently: its first step, and so its first two losses, are equal."""
     for name in ("shared", "01-ddp-pytorch-only"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "runs", "data"))
     script = tmp_path / small_runs.DDP
