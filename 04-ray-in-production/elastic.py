@@ -96,7 +96,9 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
 
     os.environ["RAY_TMPDIR"] = folder  # or it would take the place of another Ray of this machine in Ray's notes
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
-    nodes = Cluster(initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False})
+    nodes = Cluster(
+        initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False, "dashboard_port": None}
+    )
     with contextlib.ExitStack() as at_the_end:
         at_the_end.callback(nodes.shutdown)
         doomed, _ = nodes.add_node(**node), nodes.add_node(**node)

@@ -73,6 +73,10 @@ def start(
         here = int(get_num_cpus(override_docker_cpu_warning=True))
         needed = min(args.num_workers, max(4, here)) + spare_cpus
         options = {"include_dashboard": dashboard} | ({"num_cpus": needed} if needed > here else {})
+        if not dashboard:
+            # Ray notes a dashboard's address all the same, 8265 by default. Train's helper that removes the workers of
+            # a dead controller asks there: another Ray's dashboard would answer that it knows no such controller.
+            options["dashboard_port"] = free_port()
     else:
         settings |= {} if address == "auto" else {"RAY_ADDRESS": address}
         folders = [str(Path(package.__file__).parent) for package in packages]

@@ -42,7 +42,8 @@ def ray_cluster():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # a process less a run
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-        nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 4, "include_dashboard": False})
+        head = {"num_cpus": 4, "include_dashboard": False, "dashboard_port": None}  # None: a port of its own
+        nodes = Cluster(initialize_head=True, head_node_args=head)
     yield nodes.address
     nodes.shutdown()
 

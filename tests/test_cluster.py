@@ -192,7 +192,9 @@ def joined(monkeypatch):
 
 
 def test_a_cluster_that_is_too_small(joined, monkeypatch, capsys):
-    nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    nodes = Cluster(
+        initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "dashboard_port": None}
+    )
     try:
         args = joined(nodes.address, "--num-workers", "2")
         assert args.use_gpu is False

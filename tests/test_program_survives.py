@@ -27,7 +27,9 @@ def nodes(monkeypatch) -> Iterator[Cluster]:
     notes = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)  # short: in it Ray makes sockets
     monkeypatch.setenv("RAY_TMPDIR", notes.name)
     monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")
-    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
+    cluster = Cluster(
+        initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False, "dashboard_port": None}
+    )
     cluster.add_node(**NODE), cluster.add_node(**NODE)
     monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
