@@ -225,7 +225,7 @@ def nodes_on(cores: list[int]) -> Iterator[None]:
     """A Ray with a node on each core, joined by this process, which belongs to the first."""
     first, second = cores
     each = {"num_cpus": 1, "object_store_memory": 2**30}  # this class's own default holds 1,500 samples, and spills
-    nodes = Cluster(initialize_head=True, head_node_args={**each, "include_dashboard": False})
+    nodes = Cluster(initialize_head=True, head_node_args={**each, "include_dashboard": False, "dashboard_port": None})
     try:
         os.sched_setaffinity(0, [second])
         nodes.add_node(**each)

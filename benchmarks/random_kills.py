@@ -116,7 +116,10 @@ def ray_nodes() -> Iterator[Cluster]:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         os.environ["RAY_TMPDIR"] = folder  # or it would take the place of another Ray of this machine in Ray's notes
         os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
-        nodes = Cluster(initialize_head=True, head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False})
+        nodes = Cluster(
+            initialize_head=True,
+            head_node_args={**NODE, "num_cpus": 0, "include_dashboard": False, "dashboard_port": None},
+        )
         try:
             nodes.add_node(**NODE), nodes.add_node(**NODE)
             yield nodes

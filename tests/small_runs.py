@@ -4,8 +4,8 @@
     python tests/small_runs.py OLD NEW      do two commits compute the same, bit for bit, on 1 and 2 ranks?
 
 The runs, all in float64: DDP in one process and on 2 and 4 ranks under torchrun, Ray Train in local mode and with 2
-workers, FSDP2 on 2 ranks. OLD and NEW are names of commits, or folders that hold a checkout. Commits before this file
-have no resnet8: add `--model resnet18`. Exit code 1 where a number differs, 2 where a run fails or cannot be started.
+workers, FSDP2 on 2 ranks. OLD and NEW are names of commits, or folders that hold a checkout. For commits
+without resnet8 add `--model resnet18`. Exit code 1 where a number differs, 2 where a run fails or cannot be started.
 `make test` holds each commit to the record within 1e-9 (test_small_runs.py).
 """
 
@@ -32,7 +32,8 @@ DDP, RAY = "01-ddp-pytorch-only/train_ddp.py", "02-ddp-pytorch-ray/train_ray_ddp
 FSDP2 = "03-fsdp-deepspeed/train_ray_fsdp2.py"
 # Of `write_inputs`: 176 images in batches of 52 leave a tail of 20.
 UNEVEN = ("--dataset", "mnist", "--batch-size", "52", "--epochs", "2", "--seed", "7", "--precision", "fp64")
-UNEVEN += ("--model", "resnet8")
+MODEL = "resnet8"
+UNEVEN += ("--model", MODEL)
 SQUARES = ("--max-steps", "6", "--batch-size", "8", "--epochs", "1", "--seed", "7", "--precision", "fp64")
 RUNS = {  # name: (script, ranks under torchrun (0: plain python), options)
     "one process": (DDP, 0, UNEVEN),
@@ -80,15 +81,19 @@ def step_losses(metrics: list[dict]) -> list[float]:
     return [loss for line in metrics for loss in line["step_losses"]]
 
 
-def run(name: str, checkout: Path, inputs: Path, *more: str) -> list[dict]:
-    """Run one of RUNS by the files of `checkout`; its metrics. Raises CalledProcessError where it fails."""
+def run(name: str, checkout: Path, inputs: Path, model: str = MODEL) -> list[dict]:
+    """Run one of RUNS by the files of `checkout`; its metrics. Raises CalledProcessError where it fails.
+
+    model: what the runs on images train.
+    """
     script, ranks, options = RUNS[name]
+    options = [model if word == MODEL else word for word in options]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []
     environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         metrics = Path(folder, "metrics.jsonl")
         files = ["--storage-path", folder, "--metrics-out", str(metrics), *input_options(name, inputs)]
-        command = [sys.executable, *torchrun, str(checkout / script), *options, *files, *more]
+        command = [sys.executable, *torchrun, str(checkout / script), *options, *files]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         subprocess.run(command, env=environment, cwd=folder, check=True, timeout=LIMIT_S, **pipes)
         return [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -123,14 +128,14 @@ def first_difference(old: list[dict], new: list[dict]) -> str | None:
     return None if len(old) == len(new) else f"{len(old)} and {len(new)} epochs"
 
 
-def compare(old: str, new: str, inputs: Path, more: list[str]) -> int:
+def compare(old: str, new: str, inputs: Path, model: str) -> int:
     """Run both commits and print each verdict; the number of runs that differ."""
     different = 0
     with checkout_of(old) as old_files, checkout_of(new) as new_files:
         for name, (_, ranks, _) in RUNS.items():
             if ranks > 2:  # gloo does not fix the order of addition there
                 continue
-            results = [run(name, files, inputs, *more) for files in (old_files, new_files)]
+            results = [run(name, files, inputs, model) for files in (old_files, new_files)]
             difference = first_difference(*results)
             different += difference is not None
             print(f"{name:22} {difference or f'equal bit for bit: {len(step_losses(results[0]))} losses'}", flush=True)
@@ -142,8 +147,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("commits", nargs="*", metavar="COMMIT", help="OLD and NEW: names of commits, or folders")
     parser.add_argument("--record", action="store_true", help="write small_runs.json")
-    args, more = parser.parse_known_args()  # other options go to the scripts
-    if len(args.commits) != (0 if args.record else 2) or (args.record and more):
+    parser.add_argument("--model", default=MODEL, help="what the image runs train (%(default)s)")
+    args = parser.parse_args()
+    if len(args.commits) != (0 if args.record else 2) or (args.record and args.model != MODEL):
         parser.error("give --record, or two commits: OLD NEW")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         inputs = write_inputs(Path(folder))
@@ -151,7 +157,7 @@ def main() -> int:
             if args.record:
                 record(inputs)
                 return 0
-            return int(compare(*args.commits, inputs, more) > 0)
+            return int(compare(*args.commits, inputs, args.model) > 0)
         except (subprocess.SubprocessError, FileNotFoundError) as error:  # a run or git failed, or git is missing
             print(getattr(error, "stdout", None) or "", file=sys.stderr)
             print(f"{Path(__file__).name}: error: {error}", file=sys.stderr)

@@ -45,11 +45,11 @@ def test_a_commit_that_computes_something_else_is_named(tmp_path, monkeypatch, c
     script.write_text(script.read_text().replace("lr=args.lr)", "lr=args.lr, betas=(0.9, 0.99))"))
     monkeypatch.setattr(small_runs, "RUNS", {"one process": small_runs.RUNS["one process"]})
     inputs = small_runs.write_inputs(tmp_path / "inputs")
-    assert small_runs.compare(str(ROOT), str(tmp_path), inputs, ["--model", "mlp", "--max-steps", "3"]) == 1
+    assert small_runs.compare(str(ROOT), str(tmp_path), inputs, "mlp") == 1
     said = capsys.readouterr().out
     assert said.startswith("one process            epoch 1, step_losses: [")
     one, other = (losses.split(", ") for losses in re.findall(r"\[([^]]*)\]", said))
-    assert len(one) == len(other) == 3 and one[0] == other[0] and one[2] != other[2]
+    assert len(one) == len(other) == 4 and one[0] == other[0] and one[2] != other[2]
 
 
 def test_equal_metrics_are_told_from_different_ones():
