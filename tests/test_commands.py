@@ -838,6 +838,7 @@ def test_a_copy_of_the_program_has_all_that_it_imports(tmp_path):
     assert {path.stem for path in (copy / "src/shared").glob("*.py")} >= program_needs()
     assert "cd ~/classifier && PYTHONPATH=src python -m training.local_training" in section(page)
     assert (copy / "src/training/local_training.py").is_file() and (copy / "config").is_dir()
+    assert all((copy / f"src/{name}/__init__.py").is_file() for name in ("training", "shared"))  # so pip finds both
 
 
 # --- proven ----------------------------------------------------------------------------------------------------------

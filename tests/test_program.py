@@ -1,6 +1,7 @@
 """Chapter 4's program, from a copy that is installed elsewhere: what it computes, survives and refuses."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -9,14 +10,16 @@ import time
 import traceback
 from argparse import Namespace
 from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 import ray
 import torch
+from packaging.requirements import Requirement
 from program import EXACT, PROGRAM, SMALL, begin, losses, options, result, run
 from ray.train import ScalingConfig
-from runs import LIMIT, has_traceback
+from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training import data, distributed_training, predict, trainer, utils
 
@@ -27,6 +30,39 @@ from shared.distributed import UsageError, Worker
 
 def without_times(outcome: dict) -> list[dict]:
     return [{key: value for key, value in line.items() if "second" not in key} for line in outcome["epochs"]]
+
+
+# --- without the workshop --------------------------------------------------------------------------------------------
+
+
+SHARED_OF_OTHERS = {"a package": "shared/__init__.py", "a file": "shared.py", "a folder": "shared/notes.txt"}
+
+
+@pytest.mark.parametrize("there", [None, *SHARED_OF_OTHERS])
+def test_without_shared_the_program_says_how_to_get_it(there, tmp_path):
+    """Even where something else has the name `shared`. -S: no package is installed."""
+    if there:
+        (tmp_path / SHARED_OF_OTHERS[there]).parent.mkdir(exist_ok=True)
+        (tmp_path / SHARED_OF_OTHERS[there]).touch()
+    environment = {**os.environ, "PYTHONPATH": f"{PROGRAM / 'src'}:{tmp_path}"}
+    command = [sys.executable, "-S", "-m", "training.local_training"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith("ModuleNotFoundError: the package `shared` is missing.")
+    assert "never from a package index" in said and "`pip install -e WORKSHOP`" in said
+
+
+def test_a_shared_that_is_not_installed_but_on_the_path_will_do(tmp_path):
+    """As Ray's workers get it, and as a copy has it in `src/`."""
+    environment = {**os.environ, "PYTHONPATH": f"{PROGRAM / 'src'}:{ROOT}"}
+    subprocess.run([sys.executable, "-S", "-c", "import training"], cwd=tmp_path, env=environment, check=True)
+
+
+def test_the_installed_program_asks_for_no_package_of_the_workshop(program):
+    (installed,) = metadata.distributions(name="text-training", path=[str(program.parent / "site")])
+    asked_for = {Requirement(each).name for each in installed.requires}
+    assert asked_for == {"numpy", "psutil", "pyarrow", "pydantic", "PyYAML", "ray", "torch"}
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------

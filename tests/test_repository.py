@@ -6,14 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
 from diffs import readmes, with_fresh_diffs
 from notebook_rules import ROOT, dead_links, repository_files
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
+PROGRAM = "04-ray-in-production/program"
 SHARED = sorted((ROOT / "shared").rglob("*.py"))
 
 
@@ -76,6 +81,33 @@ def undocumented(source: str) -> list[str]:
     return violations
 
 
+def project(folder: str) -> dict:
+    """The table [project] of a folder's pyproject.toml."""
+    return tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+
+
+def packages(requirements: Iterable[str]) -> set[str]:
+    """The names of the packages that requirements ask for."""
+    return {canonicalize_name(Requirement(each).name) for each in requirements}
+
+
+def imported(path: Path, on_import: bool = False) -> set[str]:
+    """The packages of others that a file of `shared` or of the program imports, by the names that an index has them by.
+
+    on_import: only those that are imported together with the file, and none that a function imports when it is called.
+    """
+    tree = ast.parse(path.read_text())
+    names = [] if on_import else re.findall(r'find_spec\("(\w+)', path.read_text())
+    for node in tree.body if on_import else ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module)
+    known_by = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
+    roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"shared", "training"}
+    return {known_by.get(name, name) for name in roots}
+
+
 # --- applied ---------------------------------------------------------------------------------------------------------
 
 
@@ -124,6 +156,33 @@ def test_a_wheel_holds_all_of_shared(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
     assert held == {path.relative_to(ROOT).as_posix() for path in SHARED} and "shared/checks/chapter_1.py" in held
+
+
+@pytest.mark.parametrize("folder", [".", PROGRAM])
+def test_no_package_index_is_asked_for_a_name_of_the_workshop(folder):
+    """Anyone could register such a name. Both ask for packages that requirements.txt pins, and for no others."""
+    lines = [line.partition("#")[0] for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    pinned = packages(line for line in lines if "==" in line)
+    extras = project(folder).get("optional-dependencies", {}).values()
+    asked_for = packages([*project(folder)["dependencies"], *chain(*extras)])
+    assert {"torch"} < asked_for <= pinned
+    assert not packages(project(each)["name"] for each in (".", PROGRAM)) & pinned
+
+
+def test_the_workshop_asks_for_what_shared_imports():
+    needed, extras = packages(project(".")["dependencies"]), project(".")["optional-dependencies"]
+    assert needed | packages(chain(*extras.values())) == set().union(*map(imported, SHARED))
+    assert packages(extras["deepspeed"]) == {"deepspeed"}
+    for path in SHARED:  # a module that does not import Ray can be imported without the extras
+        assert "ray" in imported(path, on_import=True) or imported(path, on_import=True) <= needed, path
+
+
+def test_the_program_asks_for_what_it_and_its_part_of_shared_import():
+    left_out = {"plots", "doctor", "measure", "ray_images"}  # as its page says, see test_commands.py
+    part = [path for path in SHARED if path.stem not in left_out and "checks" not in path.parts]
+    needs = set().union(*map(imported, (ROOT / PROGRAM).glob("src/training/*.py")))
+    needs |= set().union(*(imported(path, on_import=True) for path in part))
+    assert packages(project(PROGRAM)["dependencies"]) == needs
 
 
 def test_the_lab_starts_for_root_too():
