@@ -8,8 +8,28 @@
 # make reset LESSON=01-ddp-pytorch-only/01_one_process.ipynb    the lesson as it was; yours stays beside it
 # make lint    style; make hooks: checks before each commit; make wheelhouse: wheels for a room without a network
 
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+OUTSIDE := $(subst $(CURDIR)/$(BIN):,,$(PATH))
+# .venv is made with python3.11, or else with python3. `make lab PYTHON=python3.12` asks for a different one.
+PYTHON ?= $(shell PATH="$(OUTSIDE)"; python3.11 -c "" 2> /dev/null && echo python3.11 || echo python3)
+
+# Why there has to be a new .venv; empty where the one that is there will do.
+version = $(shell PATH="$(OUTSIDE)"; $(1) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2> /dev/null)
+HAS := $(call version,$(BIN)/python)
+ifeq ($(wildcard .venv/.),)
+NEW_VENV := is missing
+else ifeq ($(HAS),)
+NEW_VENV := has no Python that runs
+else ifneq ($(filter 2.% 3.0 3.1 3.2 3.3 3.4 3.5 3.6 3.7 3.8 3.9 3.10,$(HAS)),)
+NEW_VENV := has Python $(HAS), and the workshop needs 3.11 or newer
+else ifneq ($(shell grep -sLF '$(CURDIR)/$(BIN)/python' $(BIN)/jupyter),)
+NEW_VENV := was made in a different folder
+else ifneq ($(origin PYTHON),file)
+ifneq ($(call version,$(PYTHON)),$(HAS))
+NEW_VENV := has Python $(HAS), and PYTHON=$(PYTHON) asks for a different one
+endif
+endif
+
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONWARNINGS ?= ignore::FutureWarning
 FIRST_LESSON := 01-ddp-pytorch-only/01_one_process.ipynb
@@ -26,16 +46,23 @@ PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(PIP_ARGS)
 
-.PHONY: lab smoke test bench book book-check diffs lint hooks wheelhouse reset
+.PHONY: new-venv lab smoke test bench book book-check diffs lint hooks wheelhouse reset
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
-.venv/installed: requirements.txt pyproject.toml 04-ray-in-production/program/pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+.venv/installed: requirements.txt pyproject.toml 04-ray-in-production/program/pyproject.toml $(if $(NEW_VENV),new-venv)
 	{ $(PIP) uv && $(UV) -r requirements.txt; } || $(PIP) -r requirements.txt
 	mkdir -p .venv/share/jupyter/lab/settings
 	echo '$(LAB_SETTINGS)' > .venv/share/jupyter/lab/settings/overrides.json
 	touch $@
+
+# The Python is checked first, so that nothing is removed where no new .venv can be made.
+new-venv:
+	@PATH="$(OUTSIDE)"; $(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" 2> /dev/null || { \
+		echo "error: the workshop needs Python 3.11 or newer. '$(PYTHON) --version' says:" \
+		"$$($(PYTHON) --version 2>&1 | head -n 1). Name a newer one: make lab PYTHON=python3.12"; exit 2; }
+	@echo ".venv $(NEW_VENV): $(PYTHON) makes a new one"
+	@PATH="$(OUTSIDE)"; $(PYTHON) -m venv --clear .venv || { rm -rf .venv; exit 2; }
 
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	$(UV) -r requirements-dev.txt || $(PIP) -r requirements-dev.txt

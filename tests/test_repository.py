@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -291,3 +292,80 @@ def test_make_reset_brings_a_lesson_back_and_keeps_the_learners_own(tmp_path):
     other.write_text("not of the workshop")
     assert reset("01-ddp-pytorch-only/notes.ipynb").returncode == 2 and other.read_text() == "not of the workshop"
     assert reset("").returncode == 2 and len(list(tmp_path.glob("0*/*"))) == 3
+
+
+# --- make and .venv --------------------------------------------------------------------------------------------------
+
+
+# A Python of the version VERSION for make: it makes a .venv with a copy of itself, and it installs nothing.
+FAKE_PYTHON = """#!/bin/sh
+case "$*" in
+    -c*) exec REAL -S -c 'import sys; sys.version_info = (NUMBERS); exec(sys.argv[1])' "$2" ;;
+    --version) exec echo Python VERSION ;;
+    *venv*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+esac
+echo "$@" >> asked
+"""
+
+
+def fake_python(path: Path, version: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    script = FAKE_PYTHON.replace("REAL", sys.executable).replace("VERSION", version)
+    path.write_text(script.replace("NUMBERS", version.replace(".", ", ")))
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def workshop(tmp_path) -> Path:
+    """A folder with all that `make .venv/installed` looks at, and a complete .venv with Python 3.11."""
+    for name in ("Makefile", "requirements.txt", "pyproject.toml", f"{PROGRAM}/pyproject.toml"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for version in ("3.9", "3.11", "3.12"):
+        fake_python(tmp_path / f"bin/python{version}", f"{version}.1")
+    fake_python(tmp_path / ".venv/bin/python", "3.11.4")
+    (tmp_path / ".venv/bin/jupyter").write_text(f"#!{tmp_path}/.venv/bin/python\n")
+    (tmp_path / ".venv/installed").touch()
+    return tmp_path
+
+
+def set_up(workshop: Path, *arguments: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+    """`make .venv/installed` there, and what it has asked the fake Pythons to do."""
+    of_make = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "PYTHON", "PIP_ARGS")  # as `make test` sets them for this test
+    environment = {name: value for name, value in os.environ.items() if name not in of_make}
+    environment["PATH"] = f"{workshop}/.venv/bin:{workshop}/bin:{environment['PATH']}"  # .venv is active
+    command = ["make", ".venv/installed", *arguments]
+    done = subprocess.run(command, cwd=workshop, env=environment, capture_output=True, text=True)
+    asked = workshop / "asked"
+    return done, asked.read_text().splitlines() if asked.exists() else []
+
+
+@pytest.mark.parametrize("arguments", [(), ("PYTHON=python3.11",)])
+def test_make_keeps_a_venv_that_fits(workshop, arguments):
+    done, asked = set_up(workshop, *arguments)
+    assert done.returncode == 0 and asked == [], done
+
+
+@pytest.mark.parametrize(("change", "arguments", "said"), [
+    (lambda venv: shutil.rmtree(venv), (), "is missing: python3.11 makes"),
+    (lambda venv: (venv / "bin/python").unlink(), (), "has no Python that runs: python3.11 makes"),
+    (lambda venv: fake_python(venv / "bin/python", "3.9.18"), (),
+     "has Python 3.9, and the workshop needs 3.11 or newer: python3.11 makes"),
+    (lambda venv: (venv / "bin/jupyter").write_text("#!/elsewhere/.venv/bin/python\n"), (),
+     "was made in a different folder: python3.11 makes"),
+    (lambda venv: None, ("PYTHON=python3.12",),
+     "has Python 3.11, and PYTHON=python3.12 asks for a different one: python3.12 makes"),
+])  # fmt: skip
+def test_make_says_why_a_venv_does_not_fit_and_makes_a_new_one(workshop, change, arguments, said):
+    change(workshop / ".venv")
+    done, asked = set_up(workshop, *arguments)
+    assert done.returncode == 0 and f".venv {said} a new one\n" in done.stdout, done
+    assert asked[0] == "-m venv --clear .venv" and asked[-1].endswith("-r requirements.txt")
+    assert set_up(workshop, *arguments)[1] == asked  # which fits
+
+
+@pytest.mark.parametrize(("python", "version"), [("python3.9", "Python 3.9.1"), ("python3.1000", "not found")])
+def test_make_touches_nothing_where_the_python_will_not_do(workshop, python, version):
+    done, asked = set_up(workshop, f"PYTHON={python}")
+    assert done.returncode == 2 and asked == [] and (workshop / ".venv/installed").exists()
+    assert re.fullmatch(rf"error: .* 3.11 or newer. '{python} --version' says: .*{version}. Name .*\n", done.stdout)
