@@ -351,6 +351,9 @@ def check_make(command: Command) -> None:
             check_pip(command.with_words(["pip", "install", *words, "-r", "requirements.txt"], ROOT))
         elif name == "LESSON":
             exists(command, value)
+        elif name == "PYTHON":
+            if not re.fullmatch(r"python3\.1[1-3]", value):
+                raise Wrong(f"{command}: {value} is none of the Pythons that the workshop is for")
         else:
             raise Wrong(f"{command}: no checker knows what {name} may be")
 
@@ -568,6 +571,16 @@ def test_blocks_of_commands_say_that_they_are(page):
             assert done.returncode == 0, f"{page}:{line}: {done.stderr}"
         else:
             assert content[0] in "!%" or not (first in CHECKERS or first in ONLY_SHAPE), f"{page}:{line}: say bash"
+
+
+def test_what_is_made_or_installed_is_so_in_the_workshops_folder():
+    """`make` looks for the Makefile in the current folder, and `-e .` in requirements.txt is the current folder."""
+    found = 0
+    for line, language, content in blocks((ROOT / "README.md").read_text()):
+        if of_shell(language, content) and re.search(r"^[!%]?(make|pip|uv|source) ", content, re.MULTILINE):
+            assert re.match(r"(!?git clone ADDRESS workshop( && |\n%))?cd workshop\b", content), f"README.md:{line}"
+            found += 1
+    assert found
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
@@ -878,6 +891,7 @@ def wrong_with(content: str, page: str = "01-ddp-pytorch-only/README.md", inline
     ("make lab LAB_ARG=--no-browser", "the Makefile has no LAB_ARG"),
     ('make lab LAB_ARGS="--no-brwser"', "no option --no-brwser"),
     ('make lab PIP_ARGS="--no-indx"', "--no-indx"),
+    ("make lab PYTHON=python3.10", "none of the Pythons"),
     ('make test PYTEST_ARGS="--bogus"', "unrecognized arguments: --bogus"),
     ("make reset LESSON=01-ddp-pytorch-only/09_none.ipynb", "there is no 01-ddp-pytorch-only/09_none.ipynb"),
     ("pip install -r requirement.txt", "there is no requirement.txt"),
