@@ -1,59 +1,57 @@
-"""Train an image classifier on one process, or data-parallel on many, with plain PyTorch.
+"""Train an image classifier or a GPT on one process, or data-parallel on many, with plain PyTorch.
 
 One process:          python train_ddp.py
 Two on this machine:  torchrun --standalone --nproc-per-node 2 train_ddp.py
 Two nodes:            ./launch_multinode_ddp.sh HOST1 HOST2 --nproc-per-node 4 -- --epochs 5
+A GPT:                python train_ddp.py --dataset text
 
-GPUs are used where there are any (one process a GPU, nccl), else CPUs (gloo). With one --seed and --batch-size, every
-number of processes computes the same losses, up to rounding; not so with --model mlp, whose dropout draws on every
-rank, and with resnet18-batchnorm, whose statistics are each rank's own.
+GPUs are used if there are any (one process per GPU, nccl), else CPUs (gloo). With one --seed and --batch-size, every
+number of processes computes the same losses, up to rounding. Two models are exceptions: mlp, whose dropout draws
+different numbers on every rank, and resnet18-batchnorm, whose statistics are each rank's own.
 """
 
-import time
-from argparse import Namespace
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from shared import checkpoint, cli, data, distributed, models, runs
+from shared import checkpoint, distributed, options, runs, sampling, script, tasks
+from shared.progress import Progress, write_metrics
+
+TASKS = (tasks.ImageTask, tasks.TextTask)
 
 
 def main() -> None:
-    args = cli.training_parser(__doc__).parse_args()
+    args = options.training_parser(__doc__, TASKS).parse_args()
     worker = distributed.join()
-    run = runs.Run.of(args)
+    run = runs.Run.from_args(args)
 
-    # [1] Whatever can be wrong is found before the first step, and by all ranks together.
+    # [1] Find whatever can be wrong before the first step, on all ranks together.
     state = None
     with distributed.fail_together():
-        local_batch_size = data.local_batch_size(args.batch_size, worker.world_size)
-        cli.check_precision(args.precision, worker.device)
+        local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
+        options.check_precision(args.precision, worker.device)
         if worker.rank == 0:
             state = run.claim(args, worker)
-    with distributed.fail_together(), distributed.local_first(worker):
-        splits = data.load(args.dataset, args.data_dir)
-    with distributed.fail_together():
-        data.check_batch_norm(args.model, len(splits.train), args.batch_size, worker.world_size)
-    cli.stop_on_signals(worker, run)
+    task = tasks.build(TASKS, args, worker)
+    script.stop_on_signals(worker, run)
 
-    # [2] The same weights on every rank; after that each rank draws its own random numbers (dropout).
+    # [2] Start from the same weights on every rank. After that each rank draws its own random numbers (dropout).
     distributed.seed_everything(args.seed)
-    dtype = torch.float64 if args.precision == "fp64" else torch.float32
-    model = models.build(args.model, splits.image_shape, splits.num_classes).to(worker.device, dtype)
-    optimizer = torch.optim.Adam(model.parameters(), lr=args.lr)
+    model = task.build_model().to(worker.device, task.dtype)
+    optimizer = task.build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
     distributed.seed_everything(args.seed + worker.rank)
 
-    # [3] Go on where a run was interrupted: rank 0 has read the file, the others get it from there.
-    progress = runs.new_progress(args)
+    # [3] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
+    progress = Progress(args, worker, len(task.splits.train), run.options)
     state = distributed.from_rank_zero(state)
     if resumed := state is not None:
         with distributed.fail_together():
-            progress = checkpoint.restore(state, model, optimizer, scheduler, worker)
+            progress.load_state_dict(checkpoint.restore(state, model, optimizer, scheduler, worker))
     del state  # it is as large as model and optimizer
 
     # [4] From here on backward() averages the gradients of all ranks.
@@ -61,81 +59,77 @@ def main() -> None:
     if dist.is_initialized():
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        distributed.settle_buckets(ddp_model, torch.empty(0, *splits.image_shape, device=worker.device, dtype=dtype))
-    train_loader = data.rank_loader(splits.train, local_batch_size, worker, shuffle_seed=args.seed)
-    val_loader = data.rank_loader(splits.val, local_batch_size, worker)
+        distributed.warm_up_ddp_buckets(ddp_model, task.to_device(task.splits.train[:0])[0])
+    train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
+    val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
     if not resumed:
         save(run, worker, model, optimizer, scheduler, progress)
 
     # [5] Train, validate and save, epoch by epoch.
-    while progress["epoch"] < args.epochs and (args.max_steps is None or progress["step"] < args.max_steps):
-        train_epoch(ddp_model, train_loader, optimizer, worker, args, progress)
-        if progress["position"] < len(splits.train) and progress["step"] != args.max_steps:  # by --save-every-steps
+    while not progress.finished:
+        measured = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
+        if progress.inside_epoch:  # interrupted by --save-every-steps
             save(run, worker, model, optimizer, scheduler, progress)
             continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
-        metrics = runs.finish_epoch(progress, len(splits.train), {
-            **evaluate(model, val_loader, worker),
+        metrics = progress.finish_epoch({
+            **evaluate(model, val_loader, task),
+            **measured,
             "world_size": worker.world_size,
         })  # fmt: skip
-        if progress["position"] == 0:
+        if progress.position == 0:
             scheduler.step()
         save(run, worker, model, optimizer, scheduler, progress)
         if worker.rank == 0:
-            runs.write_metrics(args.metrics_out, progress["metrics"])
-            worker.log(runs.describe(metrics, args.epochs))
+            write_metrics(args.metrics_out, progress.metrics)
+            worker.log(progress.describe(metrics))
     if worker.rank == 0:
-        runs.write_metrics(args.metrics_out, progress["metrics"])
-        worker.log(f"done after {progress['step']} steps: {run.folder}")
+        write_metrics(args.metrics_out, progress.metrics)
+        worker.log(f"done after {progress.step} steps: {run.folder}")
     distributed.leave()
 
 
 def train_epoch(
-    ddp_model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, worker: distributed.Worker,
-    args: Namespace, progress: dict,
-) -> None:  # fmt: skip
-    """Train from `progress` to the end of the epoch, or to where --save-every-steps or --max-steps ends it before."""
-    ddp_model.train()
-    counts, batches = data.epoch_batches(loader, args, progress)
-    dtype = next(ddp_model.parameters()).dtype
-    losses = []
-    started = time.perf_counter()
-    for count, (images, labels) in zip(counts, batches, strict=True):
-        images = images.to(worker.device, dtype, non_blocking=True)
-        labels = labels.to(worker.device, non_blocking=True)
-        with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
-            logits = ddp_model(images)
-        # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
-        loss = F.cross_entropy(logits.to(dtype), labels, reduction="sum") / count
+    model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
+    worker: distributed.Worker, progress: Progress,
+) -> dict:  # fmt: skip
+    """Train to the end of the epoch, or to where --save-every-steps or --max-steps ends it before.
+
+    Returns what the task has measured.
+    """
+    model.train()
+    for count, batch in progress.batches(loader):
+        inputs, targets = task.to_device(batch)
         optimizer.zero_grad()
+        task.watch(progress, model, optimizer)
+        with torch.autocast(worker.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
+            logits = model(inputs)
+        # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
+        loss = task.loss(logits, targets) / count
         (loss * worker.world_size).backward()
         optimizer.step()
-        losses.append(loss.detach())
-    step_losses = distributed.global_sum(torch.stack(losses)).tolist()  # one all-reduce here, not one a step
-    runs.record_steps(progress, step_losses, counts, time.perf_counter() - started)
+        progress.add_step(loss, count)
+    progress.end_part()  # one all-reduce for all losses, not one per step
+    return task.measured(progress, model, optimizer)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: DataLoader, worker: distributed.Worker) -> dict:
+def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
     model.eval()
-    dtype = next(model.parameters()).dtype
-    totals = torch.zeros(3, dtype=torch.float64, device=worker.device)  # loss, correct, samples
-    for images, labels in loader:
-        images, labels = images.to(worker.device, dtype), labels.to(worker.device)
-        logits = model(images)
-        loss = F.cross_entropy(logits, labels, reduction="sum")
-        correct = (logits.argmax(dim=1) == labels).sum()
-        totals += torch.stack([loss.double(), correct.double(), torch.tensor(len(labels)).to(totals)])
+    totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
+    for batch in batches:
+        inputs, targets = task.to_device(batch)
+        totals += task.totals(model(inputs), targets)
     loss, correct, samples = distributed.global_sum(totals).tolist()
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(run: runs.Run, worker: distributed.Worker, model, optimizer, scheduler, progress: dict) -> None:
-    """Rank 0 writes the whole state and keeps the two newest; the others hand it their random generators."""
-    state = checkpoint.training_state(model, optimizer, scheduler, progress)
+def save(run: runs.Run, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress) -> None:
+    """Rank 0 writes the whole state and keeps the two newest. The others send it their random generators."""
+    state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
     run.save(state, worker)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    script.run_main(main)

@@ -27,9 +27,9 @@ import ray
 import torch
 from ray.cluster_utils import Cluster
 
-from shared import ray_storage
 from shared.distributed import Worker
 from shared.doctor import cpu_name
+from shared.on_ray import storage
 
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
@@ -115,7 +115,7 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
         wait_for_steps(workers=2)
         training.send_signal(signal.SIGINT)
         training.wait(LIMIT_S)
-    _, state, _ = ray_storage.RayRun(f"{folder}/elastic").load_newest(Worker())
+    _, state, _ = storage.RayRun(f"{folder}/elastic").load_newest(Worker())
     epochs = [*state["progress"]["metrics"], state["progress"]]  # the last one is not over
     return steps(), changes, [loss for epoch in epochs for loss in epoch["step_losses"]]
 

@@ -7,7 +7,6 @@ controller and no workers have to be started for each. A trial whose worker dies
 """
 
 import os
-from argparse import Namespace
 
 import ray.train
 import training
@@ -19,7 +18,8 @@ from training import config as configuration
 from training import data, distributed_training, trainer
 
 import shared
-from shared import cli, cluster, distributed, ray_storage, runs
+from shared import distributed, options, runs, script
+from shared.on_ray import cluster, storage, workers
 
 
 def trial(values: dict, plain: dict, data_folder: str) -> None:
@@ -46,12 +46,12 @@ def trial(values: dict, plain: dict, data_folder: str) -> None:
 def train_worker(given: dict) -> None:
     """What each worker of a trial runs."""
     config = tuning.with_values(configuration.Config.model_validate(given["plain"]), given["values"])
-    worker = cluster.worker()
+    worker = workers.current_worker()
 
     def report(state: dict, metrics: dict) -> None:
         best = max(line["val_accuracy"] for line in state["progress"]["metrics"])
         told = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
-        ray_storage.report(state, {**told, "world_size": worker.world_size}, worker)
+        storage.report(state, {**told, "world_size": worker.world_size}, worker)
 
     splits = data.load(config, given["data_folder"])
     one = trainer.Trainer(config, splits, worker, lambda *_, **__: None, report)
@@ -64,15 +64,15 @@ def main() -> None:
     """Start Ray, search, say what was found."""
     _, config = configuration.asked_for(configuration.parser(__doc__))
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
-    driver, num_workers = cluster.Driver(), config.cluster.num_workers[0]
+    driver, num_workers = distributed.Worker(label="driver"), config.cluster.num_workers[0]
     with distributed.fail_together():
         data_folder = data.prepare(config)
-    needs = Namespace(num_workers=num_workers, use_gpu=config.cluster.use_gpu)
-    cluster.start(needs, spare_cpus=1, packages=[shared, training])  # a trial's hundredth costs a whole one
-    distributed_training.check_resources(config.cluster, needs, driver)
-    storage = cli.path_or_uri(config.paths.model_save_dir)
+    # The hundredth of a CPU that a trial needs costs a whole one.
+    use_gpu = cluster.start(num_workers, config.cluster.use_gpu, spare_cpus=1, packages=[shared, training])
+    use_gpu = distributed_training.check_resources(config.cluster, use_gpu, driver)
+    storage_path = options.path_or_uri(config.paths.model_save_dir)
     plain = config.model_dump(mode="json")
-    plain["cluster"]["use_gpu"], plain["paths"]["model_save_dir"] = needs.use_gpu, storage
+    plain["cluster"]["use_gpu"], plain["paths"]["model_save_dir"] = use_gpu, storage_path
     trainable = tune.with_parameters(trial, plain=plain, data_folder=data_folder)
     tuner = tune.Tuner(
         # Next to nothing: what a trial holds, its workers do not get. {"CPU": 0} is refused.
@@ -81,7 +81,7 @@ def main() -> None:
         tune_config=tune.TuneConfig(
             metric="accuracy", mode="max", num_samples=config.tuning.num_samples, scheduler=tuning.scheduler(config)
         ),
-        run_config=tune.RunConfig(name=runs.new_name(), storage_path=storage, verbose=0),
+        run_config=tune.RunConfig(name=runs.new_name(), storage_path=storage_path, verbose=0),
     )
     results = tuner.fit()
     for result in results:
@@ -92,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    script.run_main(main)

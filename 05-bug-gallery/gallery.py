@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, TensorDataset, get_worker_info
 
-from shared import data, distributed, models
+from shared import datasets, distributed, models, sampling
 from shared.distributed import Worker
 
 SEED, EPOCHS = 7, 4
@@ -38,9 +38,9 @@ def new_model(dropout: float = 0.0) -> torch.nn.Module:
 
 
 def new_loader(worker: Worker, batch_size: int) -> DataLoader:
-    images, labels = data.load("digits").train.tensors
+    images, labels = datasets.load("digits").train.tensors
     dataset = TensorDataset(images.double(), labels)
-    sampler = data.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=True, seed=SEED)
+    sampler = sampling.UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle=True, seed=SEED)
     return DataLoader(dataset, batch_size, sampler=sampler)
 
 
@@ -63,11 +63,11 @@ def train(model: torch.nn.Module, loader: DataLoader, lr: float = 0.05) -> list[
 
 def accuracy(model: torch.nn.Module, images: torch.Tensor) -> float:
     with torch.no_grad():
-        return (model(images).argmax(dim=1) == data.load("digits").val.tensors[1]).double().mean().item()
+        return (model(images).argmax(dim=1) == datasets.load("digits").val.tensors[1]).double().mean().item()
 
 
 def val_images() -> torch.Tensor:
-    return data.load("digits").val.tensors[0].double()
+    return datasets.load("digits").val.tensors[0].double()
 
 
 # --- 1. Slower with every rank ---------------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ TOKENS = 4_000_000  # of a global batch, as large language models have it; the l
 def small_gradients(worker, scaler):
     """Ten steps with fp16 on a part of such a batch: losses, and the share of the gradients that are exactly zero."""
     model, losses = DistributedDataParallel(new_model().float()), []
-    images, labels = (part[worker.rank :: worker.world_size] for part in data.load("digits").train.tensors)
+    images, labels = (part[worker.rank :: worker.world_size] for part in datasets.load("digits").train.tensors)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003, eps=1e-12)  # far below such gradients; no mistake
     for _ in range(10):
         with torch.autocast("cpu", torch.float16):
@@ -181,7 +181,7 @@ def served_broken(worker, folder):
 def served_mended(worker, folder):
     model = DistributedDataParallel(new_model())
     train(model, new_loader(worker, 32))
-    pixels = data.normalize((val_images() + 1) * 8, largest=16).double()  # the function that training has used
+    pixels = datasets.normalize((val_images() + 1) * 8, largest=16).double()  # the function that training has used
     return {"validated": accuracy(model.module, val_images()), "served": accuracy(model.module, pixels)}
 
 
@@ -377,7 +377,7 @@ def late_a(worker, folder):
 
 
 def late_b(worker, folder):
-    images, labels = data.load("digits").train.tensors
+    images, labels = datasets.load("digits").train.tensors
     mine = slice(worker.rank, 641, worker.world_size)  # every second image
     loader = DataLoader(TensorDataset(images[mine].double(), labels[mine]), batch_size=32)
     model = DistributedDataParallel(new_model())
@@ -389,7 +389,7 @@ def late_b(worker, folder):
 
 
 def late_b_mended(worker, folder):
-    images, labels = data.load("digits").train.tensors
+    images, labels = datasets.load("digits").train.tensors
     mine = slice(worker.rank, 641, worker.world_size)
     loader = DataLoader(TensorDataset(images[mine].double(), labels[mine]), batch_size=32)
     model, seen = DistributedDataParallel(new_model()), 0

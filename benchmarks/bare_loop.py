@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader
 
-from shared import data, models
+from shared import datasets, models
 
 
 def main(epochs: int, steps_per_epoch: int, batch_size: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
-    loader = DataLoader(data.digits().train, batch_size, shuffle=True, pin_memory=device.type == "cuda")
+    loader = DataLoader(datasets.digits().train, batch_size, shuffle=True, pin_memory=device.type == "cuda")
     model = models.resnet18().to(device).train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     rates = []

@@ -33,7 +33,11 @@ from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
 
-from shared import cluster, data
+from shared import datasets
+from shared.on_ray import cluster
+
+sys.path.append(str(ROOT / "02-ddp-pytorch-ray"))
+import ray_images
 
 GOAL_TRAIN, GOAL_DATA, GOAL_NODES = 0.97, 1.0, 1.3
 BATCH = 64
@@ -132,7 +136,7 @@ class Peak:
 
 def make_input(transform, num_samples: int, num_workers: int) -> tuple[DataLoader, TensorDataset, Callable]:
     """The same samples and transform for both: a DataLoader, what to write as Parquet, and a function on its blocks."""
-    images, labels = data.digits().train.tensors
+    images, labels = datasets.digits().train.tensors
     times = -(-num_samples // len(labels))
     images, labels = images.repeat(times, 1, 1, 1)[:num_samples] * 0.5 + 0.5, labels.repeat(times)[:num_samples]
     loader = DataLoader(Transformed(transform, images, labels), BATCH, num_workers=num_workers, shuffle=True)
@@ -164,10 +168,10 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
     alone = DataLoader(loader.dataset, BATCH, shuffle=True)
     rates, memory = {"alone": [], "loader": [], "ray": []}, {}
     with tempfile.TemporaryDirectory() as folder:
-        files = data.write_parquet(samples, folder, num_files=16)
+        files = ray_images.write_parquet(samples, folder, num_files=16)
         for side in rates:
             if side == "ray":
-                cluster.start(argparse.Namespace(num_workers=0, use_gpu=False), spare_cpus=2)
+                cluster.start(0, use_gpu=False, spare_cpus=2)
             for turn in range(repeats + 1):
                 if side == "ray":
                     batches = stream_of(files, transform_batch)
@@ -201,8 +205,8 @@ def two_nodes(repeats: int, num_samples: int = 8192) -> dict | None:
         loader, samples, transform_batch = make_input(heavy, num_samples, num_workers=1)
         alone = DataLoader(loader.dataset, BATCH, shuffle=True)
         with tempfile.TemporaryDirectory() as folder:
-            files = data.write_parquet(samples, folder, num_files=16)
-            few = data.write_parquet(TensorDataset(*samples[: num_samples // 8]), folder, num_files=16)
+            files = ray_images.write_parquet(samples, folder, num_files=16)
+            few = ray_images.write_parquet(TensorDataset(*samples[: num_samples // 8]), folder, num_files=16)
             for number in range(1, repeats + 1):
                 for side, batches in (("alone", alone), ("loader", loader)):
                     rates[side].append(rate_of((labels for _, labels in batches), num_samples))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-from shared import data, distributed, models
+from shared import datasets, distributed, models
 
 
 def main(port: int, side: str, index: int = 0) -> None:
@@ -34,7 +34,7 @@ def main(port: int, side: str, index: int = 0) -> None:
         device_ids = [device] if device.type == "cuda" else None
         model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    images, labels = (tensor[index::2].to(device) for tensor in data.digits().train.tensors)
+    images, labels = (tensor[index::2].to(device) for tensor in datasets.digits().train.tensors)
 
     for turn in count():
         key = f"{side}-{turn}"

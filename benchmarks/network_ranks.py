@@ -24,7 +24,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from shared import data, distributed, models
+from shared import datasets, distributed, models
 
 WIRE = os.environ.get("GLOO_SOCKET_IFNAME") == "wire"  # two_nodes.sh sets it
 WARMUP, PERIOD, BATCH_SIZE = 8, 4, 64  # the batch is that of both ranks
@@ -78,7 +78,7 @@ def train(order: dict) -> dict:
     """Milliseconds and bytes a batch, after the warm-up."""
     way, steps = order["way"], order["steps"]
     distributed.seed_everything(0)
-    images, labels = data.digits().train.tensors
+    images, labels = datasets.digits().train.tensors
     # PowerSGD needs one bucket: its hook waits inside a callback, and gloo has two threads for all buckets' callbacks.
     model = DistributedDataParallel(models.MLP(64, 768, dropout=0), bucket_cap_mb=order["bucket_mb"])
     model.register_comm_hook(*hook(way))

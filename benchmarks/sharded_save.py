@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from shared import data, distributed, models
+from shared import datasets, distributed, models
 
 
 def main(preset: str, steps: str, out: str) -> None:
@@ -29,7 +29,7 @@ def main(preset: str, steps: str, out: str) -> None:
     model.to_empty(device=worker.device)
     models.init_weights(model, 0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    inputs, targets = (tensor[:8].to(worker.device) for tensor in data.text(config.context).train.tensors)
+    inputs, targets = (tensor[:8].to(worker.device) for tensor in datasets.text(config.context).train.tensors)
     # A group of its own: on the training's, gloo would mix up the two.
     group = dist.new_group(backend="gloo")
 

@@ -6,47 +6,48 @@ import os
 import random
 import socket
 import sys
-from collections.abc import Iterator
+import time
+import uuid
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from shared import torchrun_restarts
+from shared.errors import UsageError
 
 FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PATIENCE = timedelta(hours=12)  # for what a rank reads, copies or downloads before the others can go on
-
-
-class UsageError(ValueError):
-    """The user's mistake, known to every rank: `cli.run` prints it once and ends with exit code 2."""
-
-    kind, exit_code = "error", 2
+MAX_WAIT = timedelta(hours=12)  # for what a rank reads, copies or downloads before the others can continue
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Who this process is: its rank among `world_size`, its number on this node, and the device it computes on."""
+    """Who this process is: its rank among `world_size`, its rank on this node, and the device it computes on.
+
+    label: what its lines begin with, in place of the rank.
+    """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = torch.device("cpu")  # noqa: RUF009
+    label: str | None = None
 
     def log(self, message: str) -> None:
-        """Print one line that says which rank it is from."""
+        """Print one line that says which process it is from."""
         # The line's end is part of the string: one write, so that two ranks' lines cannot run into each other.
-        print(f"[rank {self.rank}/{self.world_size}] {message}\n", end="", flush=True)
+        print(f"[{self.label or f'rank {self.rank}/{self.world_size}'}] {message}\n", end="", flush=True)
 
 
 def free_port() -> int:
     """A TCP port where nobody listens, for a process that binds it some seconds later.
 
-    It lies below the ports that Linux hands out to whoever wants any: one of those is free now, and a moment later
-    another process's, if only for a connection that it has opened. And it lies above those of Ray's workers.
+    It is below the ports that Linux hands out to processes that ask for any port: one of those is free now, and a
+    moment later another process may hold it for a connection. And it is above the ports of Ray's workers.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 29_000)  # the one generator that nobody seeds
@@ -76,12 +77,12 @@ def join(timeout_s: float = 600) -> Worker:
         if local_world_size > torch.cuda.device_count():
             raise UsageError(
                 f"{local_world_size} processes on a node with {torch.cuda.device_count()} GPU(s): "
-                "start one process a GPU, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+                "start one process per GPU, or set CUDA_VISIBLE_DEVICES= to use the CPU"
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
-    prefix = torchrun_restarts.name_of_attempt(store, rank, world_size, timeout_s)
+    prefix = name_this_attempt(store, rank, world_size, timeout_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.PrefixStore(prefix, store),
@@ -96,8 +97,42 @@ def join(timeout_s: float = 600) -> Worker:
     return Worker(rank, local_rank, world_size, device)
 
 
+def name_this_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """A word that all ranks of this start share and no earlier start has used. Rank 0 makes it up.
+
+    torchrun keeps one store over all its restarts, and it holds the addresses of dead processes: a rank that reads an
+    old one waits forever (pytorch/pytorch issue 135712). TORCHELASTIC_RESTART_COUNT does not tell the starts apart,
+    because each node counts its own. So every rank calls with a random word, rank 0 answers the call with the name, and
+    repeats that until the rank has confirmed this very name. Raises TimeoutError if a rank does not come.
+    """
+    own_word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+
+    def read(key: str) -> str:
+        return store.get(key).decode() if store.check([key]) else ""
+
+    def wait_until(reached: Callable[[], bool], missing: int) -> None:
+        while not reached():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {missing} has not come within {timeout_s:.0f} s")
+            time.sleep(0.01)
+
+    def confirmed(other: int) -> bool:
+        store.set(f"workshop/name/{other}", f"{own_word} for {read(f'workshop/call/{other}')}")
+        return read(f"workshop/confirmed/{other}") == own_word
+
+    if rank == 0:
+        for other in range(1, world_size):
+            wait_until(partial(confirmed, other), missing=other)
+        return own_word
+    store.set(f"workshop/call/{rank}", own_word)
+    wait_until(lambda: read(f"workshop/name/{rank}").endswith(own_word), missing=0)
+    name = read(f"workshop/name/{rank}").split()[0]
+    store.set(f"workshop/confirmed/{rank}", name)
+    return name
+
+
 def join_alone(device: torch.device) -> None:
-    """Make a process group of this process alone, where there is none: FSDP2 and DeepSpeed want one."""
+    """Make a process group of this process alone, unless there is one: FSDP2 and DeepSpeed need a group."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -109,7 +144,7 @@ def leave() -> None:
 
     Where a DistributedDataParallel is alive while Python takes its modules apart, torch 2.15 with gloo now and then
     aborts the process ("terminate called without an active exception"). So what the script's own module holds is
-    released before that, while Python still runs as ever.
+    released before that, while Python still runs normally.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -172,7 +207,7 @@ def wait_for_all() -> None:
 
     A collective raises when a rank is late by the group's timeout, which is there to find hangs in training. Reading a
     large checkpoint or downloading a data set may well take longer: such waiting goes through the group's key-value
-    store, and lasts until the launcher ends the processes, or PATIENCE is used up.
+    store, and lasts until the launcher ends the processes, or for MAX_WAIT.
     """
     if dist.is_initialized():
         store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
@@ -180,7 +215,7 @@ def wait_for_all() -> None:
         meeting = f"workshop/all/{(arrived + world_size - 1) // world_size}"
         if arrived % world_size == 0:
             store.set(meeting, "")
-        store.wait([meeting], PATIENCE)
+        store.wait([meeting], MAX_WAIT)
 
 
 @contextmanager
@@ -188,7 +223,7 @@ def fail_together() -> Iterator[None]:
     """A ValueError or OSError that any rank meets in the block is raised on every rank, as a UsageError.
 
     Without it one rank would leave while the others wait for it in the next collective. The block may take one rank
-    long (`wait_for_all`). It must not hold a collective, `local_first` apart.
+    long (`wait_for_all`). It must not hold a collective, except for `local_first`.
     """
     problem = None
     try:
@@ -218,12 +253,12 @@ def local_first(worker: Worker) -> Iterator[None]:
             wait_for_all()
 
 
-def settle_buckets(ddp_model: torch.nn.Module, empty_batch: torch.Tensor) -> None:
+def warm_up_ddp_buckets(ddp_model: torch.nn.Module, empty_batch: torch.Tensor) -> None:
     """Run one backward pass over no samples, so that DDP regroups its gradient buckets now. Collective.
 
     DDP regroups them once, after its first backward pass, into the order in which gradients became ready, and the new
-    order changes how sums are rounded on more than two ranks. Settled beforehand, a resumed run adds in the same order
-    as one that never stopped. Weights, statistics (eval mode) and random generators stay as they are.
+    order changes how sums are rounded on more than two ranks. With the regrouping done beforehand, a resumed run adds
+    in the same order as one that never stopped. Weights, statistics (eval mode) and random generators do not change.
     """
     ddp_model.eval()
     ddp_model(empty_batch).sum().backward()

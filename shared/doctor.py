@@ -62,7 +62,7 @@ def memory() -> tuple[int, int]:
 
 
 def findings() -> Iterator[tuple[bool, str]]:
-    """(is it well, what was found and, where it is not well, how to mend it), one check after the other."""
+    """Check the machine: (ok, finding with fix), one check after the other."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= (3, 11):  # noqa: UP036
         yield True, f"Python {version}"
@@ -105,7 +105,7 @@ def findings() -> Iterator[tuple[bool, str]]:
 
 
 def check() -> bool:
-    """Print every finding; return whether all is well.
+    """Print every finding; return whether all checks passed.
 
     Also puts this environment's programs first on PATH, so that `torchrun` in a notebook's %%bash cell is the one that
     belongs to the notebook's kernel.
@@ -114,9 +114,9 @@ def check() -> bool:
     if os.environ["PATH"].split(os.pathsep)[0] != programs:
         os.environ["PATH"] = programs + os.pathsep + os.environ["PATH"]
     ready = True
-    for well, text in findings():
-        ready = ready and well
-        print(f"[{'OK' if well else 'FAIL'}] {text}")
+    for ok, finding in findings():
+        ready = ready and ok
+        print(f"[{'OK' if ok else 'FAIL'}] {finding}")
     return ready
 
 

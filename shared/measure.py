@@ -34,24 +34,6 @@ def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
     return storage_bytes(state_tensors(model, optimizer))
 
 
-def zero_state(engine: object) -> list[torch.Tensor]:
-    """The tensors that a DeepSpeed engine keeps on this rank, its communication buckets apart.
-
-    Weights, gradients, Adam's moments, and from stage 1 on the float32 master copy, each where its stage has it.
-    """
-    parameters, optimizer = list(engine.module.parameters()), engine.optimizer
-    kept = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
-    kept += [parameter.grad for parameter in parameters if parameter.grad is not None]
-    kept += getattr(optimizer, "single_partition_of_fp32_groups", [])  # stages 1 and 2
-    for gradients in ("averaged_gradients", "all_grad_tensors"):  # the second one while gradients are accumulated
-        kept += [part for parts in getattr(optimizer, gradients, {}).values() for part in parts or []]
-    kept += [part for group in getattr(optimizer, "fp32_groups", []) for part in group]  # stage 0, mixed precision
-    kept += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # stage 3
-    kept += [buffer for buffer in [getattr(optimizer, "grad_partitions_flat_buffer", None)] if buffer is not None]
-    inner = getattr(optimizer, "optimizer", optimizer)
-    return kept + [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-
-
 class PeakMemory:
     """The most bytes that tensors take on `device` between `start` and `stop`, those that were there before included.
 

@@ -1,5 +1,6 @@
 """The models of the workshop: torchvision's ResNets for small images, a plain MLP, and a GPT of any size."""
 
+import math
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -71,7 +72,12 @@ class MLP(nn.Module):
         return self.layers(x)
 
 
-IMAGE_MODELS = ("resnet18", "resnet18-batchnorm", "resnet8", "mlp")
+IMAGE_MODELS = {  # each takes (channels, height, width) and the number of classes
+    "resnet18": lambda shape, num_classes: resnet18(shape[0], num_classes),
+    "resnet18-batchnorm": lambda shape, num_classes: resnet18(shape[0], num_classes, norm="batch"),
+    "resnet8": lambda shape, num_classes: resnet8(shape[0], num_classes),
+    "mlp": lambda shape, num_classes: MLP(math.prod(shape), num_classes=num_classes),
+}
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
@@ -79,15 +85,9 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> nn.
 
     Raises ValueError for a name that is not in IMAGE_MODELS.
     """
-    if name == "resnet18":
-        return resnet18(image_shape[0], num_classes)
-    if name == "resnet18-batchnorm":
-        return resnet18(image_shape[0], num_classes, norm="batch")
-    if name == "resnet8":
-        return resnet8(image_shape[0], num_classes)
-    if name == "mlp":
-        return MLP(image_shape[0] * image_shape[1] * image_shape[2], num_classes=num_classes)
-    raise ValueError(f"unknown model {name!r}; use one of {', '.join(IMAGE_MODELS)}")
+    if name not in IMAGE_MODELS:
+        raise ValueError(f"unknown model {name!r}; use one of {', '.join(IMAGE_MODELS)}")
+    return IMAGE_MODELS[name](image_shape, num_classes)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The script $DIES_SCRIPT on Ray, one of whose workers dies while Ray Train starts it; then the file $DIES_LOG exists.
 
-The options that the workers get hold something that kills the first worker which unpickles it.
+The run that the workers get holds something that kills the first worker which unpickles it.
 """
 
 import os
@@ -28,7 +28,8 @@ make_trainer = ray.train.torch.TorchTrainer.__init__
 
 
 def with_deadly_options(trainer: object, *args: object, train_loop_config: dict, **options: object) -> None:
-    make_trainer(trainer, *args, train_loop_config={**train_loop_config, "deadly": Deadly()}, **options)
+    train_loop_config["run"].deadly = Deadly()
+    make_trainer(trainer, *args, train_loop_config=train_loop_config, **options)
 
 
 ray.train.torch.TorchTrainer.__init__ = with_deadly_options

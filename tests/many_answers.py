@@ -16,7 +16,7 @@ import time
 import traceback
 from pathlib import Path
 
-from shared import data, distributed, measure, models  # noqa: F401
+from shared import distributed, measure, models  # noqa: F401
 
 
 def run(folder: Path) -> None:

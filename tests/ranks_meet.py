@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shared import distributed
+from shared.errors import UsageError
 
 folder = Path(sys.argv[1])
 worker = distributed.join()
@@ -36,7 +37,7 @@ for wrong in ({2}, {0, 1, 2, 3}):
         with distributed.fail_together():
             if rank in wrong:
                 raise OSError("disk full")
-    except distributed.UsageError as error:
+    except UsageError as error:
         assert str(error) == ("rank 2: disk full" if wrong == {2} else "disk full"), error
     else:
         raise AssertionError("no error on this rank")
@@ -51,7 +52,7 @@ assert distributed.global_max(rank) == size - 1
 distributed.check_same("text", "not raised")
 try:
     distributed.check_same(rank // 3, "texts differ")
-except distributed.UsageError as error:
+except UsageError as error:
     assert str(error) == "texts differ"
 else:
     raise AssertionError("no error on this rank")

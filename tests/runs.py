@@ -22,7 +22,7 @@ import small_runs
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shared import cli
+from shared.script import run_main
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -113,7 +113,8 @@ class Run:
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "torchvision", "sklearn.datasets", "deepspeed", "ray.train.torch",
-    "ray.data", "shared.cli", "shared.cluster", "shared.data", "shared.models", "shared.runs", "runs",
+    "ray.data", "shared.options", "shared.script", "shared.on_ray.workers", "shared.on_ray.cluster", "shared.measure",
+    "runs",
 ])  # fmt: skip
 
 
@@ -256,7 +257,7 @@ def refused_here(script: Path, *args: object) -> str:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
         patch.setattr(sys, "argv", [str(script), *map(str, args)])
         with pytest.raises(SystemExit) as caught:
-            cli.run(module.main)
+            run_main(module.main)
     assert caught.value.code == 2
     (line,) = errors.getvalue().splitlines()
     assert line.startswith(f"{script.name}: error: ")

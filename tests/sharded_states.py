@@ -7,9 +7,7 @@ Each writes FOLDER/NAME-WORLD_SIZE.pt: the gathered weights right after saving o
 the bytes of state that rank 0 keeps; ZeRO-1 and 2 only take two steps, for their losses and bytes.
 """
 
-import importlib.util
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import torch
@@ -18,16 +16,21 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from shared import checkpoint, data, distributed, measure, models
+from shared import datasets, distributed, measure, models, options, sharded, tasks
 
 CHAPTER = Path(__file__).parents[1] / "03-fsdp-deepspeed"
+sys.path.append(str(CHAPTER))
+import train_ray_deepspeed  # noqa: E402
+
+import zero  # noqa: E402
+
 CONFIG = models.GPT_PRESETS["nano"]
 BATCH = 8
 
 
 def loss_of_step(number: int, model, worker: distributed.Worker) -> torch.Tensor:
     """This rank's share of the mean loss over the same eight windows for every number of ranks."""
-    tokens, targets = data.text(CONFIG.context).train[
+    tokens, targets = datasets.text(CONFIG.context).train[
         number * BATCH + worker.rank : (number + 1) * BATCH : worker.world_size
     ]
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten(), reduction="sum") / (BATCH * CONFIG.context)
@@ -63,9 +66,9 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
 
     if action == "save":
         step(0), step(1)
-        checkpoint.save_sharded(folder / "fsdp2", model, optimizer)
+        sharded.save_sharded(folder / "fsdp2", model, optimizer)
     else:
-        checkpoint.restore_sharded(folder / "fsdp2", model, optimizer)
+        sharded.restore_sharded(folder / "fsdp2", model, optimizer)
     weights = whole_weights(model)
     # Lesson 3.2: how pretrained weights get in. The dict is filled with what each rank keeps, hence a copy.
     other = sharded_gpt(2)
@@ -80,31 +83,28 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
 
 
 def build_engine(stage: int, load_universal: bool, seed: int, worker: distributed.Worker):
-    spec = importlib.util.spec_from_file_location("train_ray_deepspeed", CHAPTER / "train_ray_deepspeed.py")
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    args = Namespace(
-        ds_config=CHAPTER / "ds_config.json", zero_stage=stage, batch_size=BATCH, precision="fp32", offload=False,
-        lr=1e-3, lr_step_size=2, seed=seed, activation_checkpointing=False,
-    )  # fmt: skip
-    args.settings = script.read_settings(args, worker.world_size)
+    parser = options.ray_parser("", train_ray_deepspeed.TASKS)
+    parser.set_defaults(ds_config=CHAPTER / "ds_config.json", zero_stage=stage, offload=False)
+    args = parser.parse_args(["--batch-size", str(BATCH), "--seed", str(seed)])
+    settings = zero.read_settings(args, worker.world_size)
     if load_universal:
-        args.settings["checkpoint"] = {"load_universal": True}
-    return script.build_engine(CONFIG, lambda step: 1.0, args, worker)
+        settings["checkpoint"] = {"load_universal": True}
+    task = tasks.TextTask(args, tasks.TextTask.load(args), worker.device)
+    return train_ray_deepspeed.build_engine(task, settings, lambda step: 1.0, worker)
 
 
 def step_of_engine(number: int, engine, worker: distributed.Worker) -> tuple[float, int]:
     """One step; its loss, and the bytes of state between its backward pass and its end."""
     loss = loss_of_step(number, engine, worker)
     engine.backward(loss * worker.world_size)
-    state_bytes = measure.storage_bytes(measure.zero_state(engine))
+    state_bytes = measure.storage_bytes(zero.state_tensors(engine))
     engine.step()
     return distributed.global_sum(loss).item(), state_bytes
 
 
 def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
     if action == "load":
-        checkpoint.make_universal(folder, worker)
+        zero.make_universal(folder, worker)
     engine = build_engine(3, action == "load", 0 if action == "save" else 1, worker)
     import deepspeed
 
@@ -116,7 +116,7 @@ def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
         dist.barrier()
         engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
     else:
-        checkpoint.restore_zero(folder, engine, universal=True)
+        zero.restore_zero(folder, engine, universal=True)
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):

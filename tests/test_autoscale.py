@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from runs import LIMIT, below
 
-from shared.cluster import kill
+from shared.on_ray.cluster import kill
 
 SCRIPT = Path(__file__).parent.parent / "04-ray-in-production/autoscale.py"
 

@@ -97,20 +97,19 @@ def checkout(tmp_path):
 
 
 SLOWLY = f"""
-prompt_batches = epoch_batches
+prompt_batches = even_batches
 
 
-def epoch_batches(*args):
+def even_batches(*args):
     import time
 
-    counts, batches = prompt_batches(*args)
-    return counts, (time.sleep({SLEEP_S}) or batch for batch in batches)
+    return (time.sleep({SLEEP_S}) or batch for batch in prompt_batches(*args))
 """
 
 
 def test_a_checkout_that_sleeps_in_each_step_raises_the_alarm(checkout):
     old, new = checkout("old"), checkout("new")
-    with open(new / "shared/data.py", "a") as file:
+    with open(new / "shared/sampling.py", "a") as file:
         file.write(SLOWLY)
     said = call(SCRIPT, old, new, "--pairs", 1, "--steps", 4, code=1)
     assert "1 pair of 4 steps" in said and "drawn by seed 0" in said

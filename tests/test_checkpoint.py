@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.checkpoint.api import CheckpointException
 
-from shared import checkpoint, models
+from shared import checkpoint, models, sharded
 from shared.distributed import UsageError, Worker, seed_everything
 
 STATE = {
@@ -80,7 +80,7 @@ def test_a_partial_file_is_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *names: None)
     save_step(tmp_path, 20)
     assert len(names(tmp_path)) == 1
-    assert checkpoint.load_newest(tmp_path) == (None, None, [])
+    assert checkpoint.first_readable(checkpoint.list_newest_first(tmp_path)) == (None, None, [])
 
 
 # --- damaged and foreign files ---------------------------------------------------------------------------------------
@@ -208,16 +208,16 @@ def test_the_newest_readable_one_is_loaded_and_the_skipped_are_named(tmp_path):
     cut, flipped = checkpoint.path_for_step(tmp_path, 40), checkpoint.path_for_step(tmp_path, 30)
     cut.write_bytes(cut.read_bytes()[:-100])
     flipped.write_bytes(flipped.read_bytes().replace(b"step", b"stop", 1))
-    path, state, skipped = checkpoint.load_newest(tmp_path)
+    path, state, skipped = checkpoint.first_readable(checkpoint.list_newest_first(tmp_path))
     assert (path, state["step"]) == (checkpoint.path_for_step(tmp_path, 20), 20)
     assert [what.split()[0] for what in skipped] == [cut.name, flipped.name]
     assert "truncated" in skipped[0] and "damaged" in skipped[1]
 
 
 def test_without_a_readable_one_there_is_none(tmp_path):
-    assert checkpoint.load_newest(tmp_path / "no such folder") == (None, None, [])
+    assert checkpoint.first_readable(checkpoint.list_newest_first(tmp_path / "none")) == (None, None, [])
     checkpoint.path_for_step(tmp_path, 1).write_bytes(b"")
-    path, state, skipped = checkpoint.load_newest(tmp_path)
+    path, state, skipped = checkpoint.first_readable(checkpoint.list_newest_first(tmp_path))
     assert path is None and state is None and len(skipped) == 1
 
 
@@ -350,25 +350,25 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused():
 def test_a_sharded_checkpoint_of_another_model_is_told_from_one_that_cannot_be_read_just_now(tmp_path):
     model, optimizer, _ = run = new_run()
     train(*run, num_steps=1)
-    checkpoint.save_sharded(tmp_path, model, optimizer)
-    checkpoint.restore_sharded(tmp_path, model, optimizer)
+    sharded.save_sharded(tmp_path, model, optimizer)
+    sharded.restore_sharded(tmp_path, model, optimizer)
     other = new_run(hidden_dim=17)
     with pytest.raises(UsageError, match="the checkpoint is of another model: Size mismatch") as caught:
-        checkpoint.restore_sharded(tmp_path, *other[:2])
+        sharded.restore_sharded(tmp_path, *other[:2])
     assert "\n" not in str(caught.value)
     for path in tmp_path.glob("*.distcp"):
         path.unlink()
     with pytest.raises(CheckpointException, match="No such file"):
-        checkpoint.restore_sharded(tmp_path, model, optimizer)
+        sharded.restore_sharded(tmp_path, model, optimizer)
 
 
-def test_check_sums_of_large_files_say_how_far_they_are(tmp_path, monkeypatch):
-    for name in "ab":
+def test_checksums_of_large_files_say_how_far_they_are(tmp_path, monkeypatch):
+    for name in "abc":
         (tmp_path / name).write_bytes(bytes(3 * 2**24))
     (tmp_path / "apart").write_bytes(b"not asked for")
-    seconds = iter(range(0, 1000, 6))  # a block of 16 MiB every six
-    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(seconds))
+    seconds = iter(range(0, 1000, 6))  # a file every six
+    monkeypatch.setattr(sharded.time, "monotonic", lambda: next(seconds))
     said = []
-    found = checkpoint.check_sums(tmp_path, ["a", "b", "gone"], said.append)
-    assert list(found) == ["a", "b"] and found["a"] == found["b"] == [3 * 2**24, zlib.crc32(bytes(3 * 2**24))]
-    assert said[-1] == f"checking {tmp_path}: 0.1 of 0.1 GB" and 2 <= len(said) <= 3
+    found = sharded.file_checksums(tmp_path, ["a", "b", "c", "gone"], said.append)
+    assert list(found) == ["a", "b", "c"] and found["a"] == found["c"] == [3 * 2**24, zlib.crc32(bytes(3 * 2**24))]
+    assert said == [f"checking {tmp_path}: file 2 of 3"]

@@ -8,7 +8,7 @@ from answers import assert_accepts, assert_rejects, stub
 from ray.train import ScalingConfig
 from torch.utils.data import DistributedSampler
 
-from shared import checks, data
+from shared import checks, sampling
 
 
 @pytest.mark.parametrize("check", [checks.exercise_2_1a, checks.exercise_2_1b, checks.exercise_2_1c])
@@ -20,7 +20,7 @@ def test_a_stub_is_not_done_yet(check, capsys):
 
 
 def plan(num_workers, num_gpus, global_batch):
-    batch_size = data.local_batch_size(global_batch, num_workers)
+    batch_size = sampling.local_batch_size(global_batch, num_workers)
     return ScalingConfig(num_workers=num_workers, use_gpu=num_gpus >= num_workers), {"batch_size": batch_size}
 
 
@@ -84,7 +84,7 @@ def start_epoch_by_attribute(loader, epoch):
 
 
 def only_ours(loader, epoch):
-    if isinstance(loader.sampler, data.UnpaddedDistributedSampler):
+    if isinstance(loader.sampler, sampling.UnpaddedDistributedSampler):
         loader.sampler.set_epoch(epoch)
 
 

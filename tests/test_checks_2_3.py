@@ -168,8 +168,8 @@ def class_named(name: str, source: str) -> str:
     return ast.dump(found[0])
 
 
-def test_the_lesson_shows_the_class_of_the_script() -> None:
+def test_the_lesson_shows_the_class_that_the_script_uses() -> None:
     cells = json.loads((CHAPTER / "03_ray_data.ipynb").read_text())["cells"]
     shown = next(source for cell in cells if "class EverySample" in (source := "".join(cell["source"])))
-    script = (CHAPTER / "train_ray_ddp_with_ray_data.py").read_text()
+    script = (CHAPTER / "ray_images.py").read_text()
     assert class_named("EverySample", shown) == class_named("EverySample", script)

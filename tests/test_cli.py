@@ -1,5 +1,6 @@
-"""shared.cli: the contract that all training scripts share."""
+"""shared.options: the contract that all training scripts share."""
 
+import argparse
 import json
 import os
 import subprocess
@@ -8,14 +9,14 @@ import sys
 import pytest
 import torch
 
-from shared import cli
-from shared.distributed import UsageError
+from shared import options, script, tasks
+from shared.errors import RunFailed, UsageError
 
 pytestmark = pytest.mark.usefixtures("plain_python")
 
 
 def parse(*words: str):
-    return cli.training_parser("A manual.").parse_args(words)
+    return options.training_parser("A manual.", [tasks.ImageTask, tasks.TextTask]).parse_args(words)
 
 
 # --- options ---------------------------------------------------------------------------------------------------------
@@ -26,7 +27,8 @@ def test_the_defaults_are_the_contract():
         "epochs": 5, "max_steps": None, "save_every_steps": None, "batch_size": 64, "lr": 1e-3, "lr_step_size": 2,
         "seed": 0, "model": "resnet18", "dataset": "digits",
         "data_dir": os.path.abspath("data"), "precision": "fp32", "storage_path": "runs",
-        "run_name": None, "resume": False, "metrics_out": None,
+        "run_name": None, "resume": False, "metrics_out": None, "quiet": False,
+        "preset": None, "text_file": None, "activation_checkpointing": False,
     }  # fmt: skip
 
 
@@ -34,13 +36,14 @@ def test_every_option_is_read():
     words = (
         "--epochs 2 --max-steps 7 --save-every-steps 3 --batch-size 32 --lr 0.5 --lr-step-size 30 --seed 9 "
         "--model mlp --dataset mnist --data-dir d --precision fp64 --storage-path s --run-name r --resume "
-        "--metrics-out m"
+        "--metrics-out m --quiet"
     )
     assert vars(parse(*words.split())) == {
         "epochs": 2, "max_steps": 7, "save_every_steps": 3, "batch_size": 32, "lr": 0.5, "lr_step_size": 30,
         "seed": 9, "model": "mlp", "dataset": "mnist", "data_dir": os.path.abspath("d"),
         "precision": "fp64", "storage_path": "s",
-        "run_name": "r", "resume": True, "metrics_out": "m",
+        "run_name": "r", "resume": True, "metrics_out": "m", "quiet": True,
+        "preset": None, "text_file": None, "activation_checkpointing": False,
     }  # fmt: skip
 
 
@@ -74,23 +77,59 @@ def test_options_that_do_not_exist_are_usage_errors(words, named):
 
 
 def test_numbers_of_workers():
-    assert [cli.num_workers(text) for text in ("0", "16")] == [0, 16]
-    assert [cli.elastic_workers(text) for text in ("0", "2", "1:2", "3:3")] == [(0, 0), (2, 2), (1, 2), (3, 3)]
-    for text in ("0:2", "2:1", "-1:2", "1:0"):
-        with pytest.raises(cli.argparse.ArgumentTypeError, match=f"{text} is not MIN:MAX with 1 <= MIN <= MAX"):
-            cli.elastic_workers(text)
-    for text in ("1:", ":2", "1:2:3", "1-2", "many"):
-        with pytest.raises(ValueError):
-            cli.elastic_workers(text)
+    assert [options.num_workers(text) for text in ("0", "16")] == [0, 16]
+    assert [options.elastic_workers(text) for text in ("0", "2", "1:2", "3:3")] == [(0, 0), (2, 2), (1, 2), (3, 3)]
+    for text in ("-1", "1:2", "two"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number of workers, 0 or more"):
+            options.num_workers(text)
+    for text in ("0:2", "2:1", "-1:2", "1:0", "1:", ":2", "1:2:3", "1-2", "many"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not .* MIN:MAX with 1 <= MIN <= MAX"):
+            options.elastic_workers(text)
+    args = options.ray_parser("", [tasks.ImageTask], elastic=True).parse_args(["--num-workers", "4:6"])
+    assert (args.num_workers, args.max_workers) == (4, 6)
 
 
 def test_positive_numbers():
-    assert [cli.positive_int(text) for text in ("1", "64")] == [1, 64]
-    assert [cli.positive_float(text) for text in ("1e-3", "2")] == [0.001, 2.0]
-    with pytest.raises(cli.argparse.ArgumentTypeError, match="0 is not above 0"):
-        cli.positive_int("0")
-    with pytest.raises(cli.argparse.ArgumentTypeError, match="nan is not a number above 0"):
-        cli.positive_float("nan")
+    assert [options.positive_int(text) for text in ("1", "64")] == [1, 64]
+    assert [options.positive_float(text) for text in ("1e-3", "2")] == [0.001, 2.0]
+    with pytest.raises(argparse.ArgumentTypeError, match="'0' is not a whole number above 0"):
+        options.positive_int("0")
+    with pytest.raises(argparse.ArgumentTypeError, match="'nan' is not a number above 0"):
+        options.positive_float("nan")
+
+
+def test_options_are_frozen():
+    args = parse("--seed", "3")
+    with pytest.raises(AttributeError, match="seed cannot be set"):
+        args.seed = 4
+    assert args.seed == 3
+
+
+@pytest.mark.parametrize(("words", "model", "preset"), [
+    ("", "resnet18", None), ("--model mlp", "mlp", None), ("--dataset text", "gpt", "nano"),
+    ("--dataset text --model gpt --preset micro", "gpt", "micro"), ("--dataset mnist", "resnet18", None),
+])  # fmt: skip
+def test_a_data_set_has_its_models(words, model, preset):
+    args = parse(*words.split())
+    assert (args.model, args.preset) == (model, preset)
+
+
+@pytest.mark.parametrize(("words", "message"), [
+    ("--dataset text --model mlp", "--model mlp does not train on --dataset text; use gpt"),
+    ("--model gpt", "--model gpt does not train on --dataset digits; use resnet18, resnet18-batchnorm, resnet8, mlp"),
+    ("--preset nano", "--preset goes with --dataset text"), ("--text-file t", "--text-file goes with --dataset text"),
+    ("--activation-checkpointing", "--activation-checkpointing goes with --dataset text"),
+])  # fmt: skip
+def test_options_of_the_other_task_are_refused(words, message):
+    with pytest.raises(UsageError) as caught:
+        parse(*words.split())
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(("task", "dataset"), [(tasks.ImageTask, "text"), (tasks.TextTask, "digits")])
+def test_a_script_refuses_the_data_of_a_task_that_it_does_not_serve(task, dataset):
+    with pytest.raises(UsageError, match=f"--dataset: invalid choice: '{dataset}'"):
+        options.training_parser("", [task]).parse_args(["--dataset", dataset])
 
 
 @pytest.mark.parametrize(("rank", "prints"), [(None, True), ("0", True), ("1", False)])
@@ -108,16 +147,16 @@ def test_bf16_is_refused_only_on_a_gpu_without_it(monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    cli.check_precision("bf16", torch.device("cpu"))
-    cli.check_precision("fp32", gpu)
+    options.check_precision("bf16", torch.device("cpu"))
+    options.check_precision("fp32", gpu)
     with pytest.raises(ValueError, match="Tesla T4 has no bf16 units; use --precision fp32"):
-        cli.check_precision("bf16", gpu)
+        options.check_precision("bf16", gpu)
 
 
 def test_fp16_is_refused_on_a_cpu():
-    cli.check_precision("fp16", torch.device("cuda", 0))
+    options.check_precision("fp16", torch.device("cuda", 0))
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
-        cli.check_precision("fp16", torch.device("cpu"))
+        options.check_precision("fp16", torch.device("cpu"))
 
 
 # --- the end of a script --------------------------------------------------------------------------------------------
@@ -126,7 +165,7 @@ def test_fp16_is_refused_on_a_cpu():
 @pytest.mark.parametrize(("rank", "waits"), [(None, False), ("0", False), ("1", True)])
 def test_a_usage_error_is_one_line_of_one_rank_and_exit_code_2(rank, waits, monkeypatch, capsys):
     waited = []
-    monkeypatch.setattr(cli.time, "sleep", waited.append)
+    monkeypatch.setattr(script.time, "sleep", waited.append)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
 
@@ -134,7 +173,7 @@ def test_a_usage_error_is_one_line_of_one_rank_and_exit_code_2(rank, waits, monk
         raise UsageError("global batch 130 is not divisible")
 
     with pytest.raises(SystemExit) as caught:
-        cli.run(main)
+        script.run_main(main)
     assert caught.value.code == 2
     assert capsys.readouterr().err == ("" if waits else "train.py: error: global batch 130 is not divisible\n")
     assert bool(waited) == waits  # so that rank 0 has spoken before torchrun ends all
@@ -142,7 +181,7 @@ def test_a_usage_error_is_one_line_of_one_rank_and_exit_code_2(rank, waits, monk
 
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 def test_a_node_whose_ranks_cannot_join_says_so_itself(local_rank, monkeypatch, capsys):
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(script.time, "sleep", lambda seconds: None)
     monkeypatch.setenv("RANK", "8")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
 
@@ -150,28 +189,28 @@ def test_a_node_whose_ranks_cannot_join_says_so_itself(local_rank, monkeypatch, 
         raise UsageError("8 processes on a node with 7 GPUs")
 
     with pytest.raises(SystemExit):
-        cli.run(main)
+        script.run_main(main)
     assert ("7 GPUs" in capsys.readouterr().err) == (local_rank == "0")
 
 
 def test_other_errors_keep_their_traceback(monkeypatch):
-    monkeypatch.setattr(cli.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(script.time, "sleep", lambda seconds: None)
     for error in (RuntimeError("of a collective"), ValueError("a bug")):
 
         def main(error=error):
             raise error
 
         with pytest.raises(type(error)) as caught:
-            cli.run(main)
+            script.run_main(main)
         assert caught.value is error
 
 
 def test_a_run_that_failed_is_one_line_and_exit_code_1(monkeypatch, capsys):
     def main():
-        raise cli.RunFailed("the worker of rank 1 died")
+        raise RunFailed("the worker of rank 1 died")
 
     with pytest.raises(SystemExit) as caught:
-        cli.run(main)
+        script.run_main(main)
     assert (caught.value.code, capsys.readouterr().err) == (1, "train.py: failed: the worker of rank 1 died\n")
 
 
@@ -180,21 +219,22 @@ def test_a_run_that_failed_is_one_line_and_exit_code_1(monkeypatch, capsys):
 STOPPED = [
     ("return []", "pass", "time.sleep(600)", "nothing was saved yet"),
     ("raise OSError('no credentials')", "pass", "time.sleep(600)",
-     "cannot see what is saved in runs/mine (no credentials); go on with: python train.py --run-name mine --resume"),
+     "cannot see what is saved in runs/mine (no credentials); continue with: python train.py --run-name mine --resume"),
     ("time.sleep(600)", "pass", "time.sleep(600)",
-     "runs/mine does not answer; go on with: python train.py --run-name mine --resume"),
+     "runs/mine does not answer; continue with: python train.py --run-name mine --resume"),
     ("return []", "1 / 0", "time.sleep(600)", "nothing was saved yet"),
     ("return []", "time.sleep(600)", "time.sleep(600)", "nothing was saved yet"),
     # What breaks meanwhile in the main thread is not said.
     ("time.sleep(1); return []", "pass", "raise ValueError('Ray was ended')", "nothing was saved yet"),
-    ("time.sleep(1); return []", "pass", "raise cli.UsageError('cannot join Ray')", "nothing was saved yet"),
+    ("time.sleep(1); return []", "pass", "raise UsageError('cannot join Ray')", "nothing was saved yet"),
     # Nobody listens: standard output is a pipe whose other end is closed.
     ("return []", "pass", "time.sleep(600)", None),
 ]  # fmt: skip
 STOP = """
 import json, os, signal, sys, time
-from shared import cli, runs
+from shared import runs, script
 from shared.distributed import Worker
+from shared.errors import UsageError
 
 def case(number, saved, clean_up, then, said):
     os.dup2(os.open(f"{number}.out", os.O_WRONLY | os.O_CREAT), 1)
@@ -203,12 +243,12 @@ def case(number, saved, clean_up, then, said):
         read_end, write_end = os.pipe()
         os.close(read_end)
         os.dup2(write_end, 1)
-    names = dict(cli=cli, time=time)
+    names = dict(UsageError=UsageError, time=time)
     exec(f"def saved(run): {saved}\\ndef clean_up(): {clean_up}\\ndef then(): {then}", names)
     runs.Run.list_newest_first = names["saved"]
-    cli.stop_on_signals(Worker(), runs.Run("runs/mine"), names["clean_up"])
+    script.stop_on_signals(Worker(), runs.Run("runs/mine"), names["clean_up"])
     os.kill(os.getpid(), signal.SIGINT)
-    cli.run(names["then"])
+    script.run_main(names["then"])
 
 children = []
 sys.argv = ["train.py", *sys.argv[1:]]
@@ -233,10 +273,10 @@ def test_a_signal_ends_a_run_whatever_fails(tmp_path):
 LOADS_WITH_WORKERS = """
 import sys
 from torch.utils.data import DataLoader
-from shared import cli, runs
+from shared import runs, script
 from shared.distributed import Worker
 
-cli.stop_on_signals(Worker(), runs.Run("runs/mine"))
+script.stop_on_signals(Worker(), runs.Run("runs/mine"))
 for _ in range(2):  # a loader's workers end with each epoch
     print(sum(len(batch) for batch in DataLoader(range(10), batch_size=4, num_workers=1)))
 """

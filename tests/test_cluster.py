@@ -1,4 +1,4 @@
-"""shared.cluster: joining and starting Ray, training on it, and leaving it."""
+"""shared.on_ray.cluster: joining and starting Ray, training on it, and leaving it."""
 
 import argparse
 import os
@@ -11,21 +11,18 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError, RayActorError
 
-from shared import cli, cluster
-from shared.distributed import UsageError, Worker
-from shared.ray_storage import RayRun
-
-
-def arguments(*words: str) -> argparse.Namespace:
-    return cli.ray_parser("").parse_args(words)
+from shared.distributed import Worker
+from shared.errors import RunFailed, UsageError
+from shared.on_ray import cluster, workers
+from shared.on_ray.storage import RayRun
 
 
 def test_the_world_is_the_workers_or_torchruns(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert cluster.world_size(arguments("--num-workers", "3")) == 3
-    assert cluster.world_size(arguments("--num-workers", "0")) == 1
+    assert workers.num_processes(3) == 3
+    assert workers.num_processes(0) == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cluster.world_size(arguments("--num-workers", "0")) == 2
+    assert workers.num_processes(0) == 2
 
 
 def test_resources_in_words():
@@ -55,11 +52,10 @@ def test_what_the_user_has_set_stays(monkeypatch):
     ({"RAY_ADDRESS": "auto", "ANYSCALE_CLUSTER_ID": "ses_1"}, "auto"),
     ({"RAY_ADDRESS": "local", "ANYSCALE_CLUSTER_ID": "ses_1"}, "local"),
 ])  # fmt: skip
-@pytest.mark.parametrize(("words", "spare_cpus", "num_cpus"), [
-    (["--num-workers", "1"], 0, None), (["--num-workers", "2"], 0, None), (["--num-workers", "2"], 1, 3),
-    (["--num-workers", "4"], 1, 5), (["--num-workers", "64"], 0, 4),
+@pytest.mark.parametrize(("num_workers", "spare_cpus", "num_cpus"), [
+    (1, 0, None), (2, 0, None), (2, 1, 3), (4, 1, 5), (64, 0, 4),
 ])  # fmt: skip
-def test_where_ray_is_looked_for(variables, address, words, spare_cpus, num_cpus, monkeypatch):
+def test_where_ray_is_looked_for(variables, address, num_workers, spare_cpus, num_cpus, monkeypatch):
     def init(where: str, **options) -> None:
         assert where == address
         assert options.get("num_cpus") == (num_cpus if address == "local" else None)
@@ -71,19 +67,18 @@ def test_where_ray_is_looked_for(variables, address, words, spare_cpus, num_cpus
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(ray, "init", init)
     with pytest.raises(UsageError, match=f"cannot join Ray at {address}: seen enough"):
-        cluster.start(arguments(*words), spare_cpus=spare_cpus)
+        cluster.start(num_workers, spare_cpus=spare_cpus)
     assert os.environ.get("RAY_ADDRESS") == variables.get("RAY_ADDRESS")
 
 
 def test_the_driver_has_no_rank_in_its_lines(capsys):
-    cluster.Driver().log("hello")
+    Worker(label="driver").log("hello")
     assert capsys.readouterr().out == "[driver] hello\n"
-    assert isinstance(cluster.Driver(), Worker)
 
 
 def test_only_processes_of_its_own_ray_are_ended(monkeypatch):
     """A kernel has other children too: a shell, a server, a Ray that somebody else has started."""
-    monkeypatch.setattr(cluster, "OWN_ADDRESS", {"RAY_ADDRESS": "10.0.0.1:6379"})
+    monkeypatch.setattr(cluster, "OWN_RAY_ENV", {"RAY_ADDRESS": "10.0.0.1:6379"})
     # What is below one of Ray's belongs to it too, though its environment does not tell.
     scripts = {"10.0.0.1:6379": "env -u RAY_ADDRESS sleep 600 & wait", "10.0.0.1:6380": "exec sleep 600"}
     scripts[""] = scripts["10.0.0.1:6380"]
@@ -127,11 +122,11 @@ class Trainer:
 def fit(tmp_path, monkeypatch):
     """Fit until the end; the metrics, and the outcomes that were not asked for."""
     released = []
-    monkeypatch.setattr(cluster, "release", lambda: released.append(1))
+    monkeypatch.setattr(workers, "remove_leftover_placement_groups", lambda: released.append(1))
 
     def run(*outcomes: object) -> tuple[list[dict], list, int]:
         trainer = Trainer(*outcomes)
-        metrics = cluster.fit(trainer, RayRun(str(tmp_path / "mine")), cluster.Driver())
+        metrics = workers.fit(trainer, RayRun(str(tmp_path / "mine")), Worker(label="driver"))
         return metrics, trainer.outcomes, len(released)
 
     return run
@@ -157,7 +152,7 @@ def test_a_fit_that_loses_a_process_is_tried_again(fit, capsys):
     ([ray.train.ControllerError(OSError("no\nspace"))], "Ray Train failed: "),
 ])  # fmt: skip
 def test_a_fit_that_failed_for_good_is_one_line(outcomes, why, fit, tmp_path):
-    with pytest.raises(cli.RunFailed) as caught:
+    with pytest.raises(RunFailed) as caught:
         fit(*outcomes)
     message = str(caught.value)
     assert message.startswith(why) and "\n" not in message
@@ -165,11 +160,11 @@ def test_a_fit_that_failed_for_good_is_one_line(outcomes, why, fit, tmp_path):
 
 
 def test_a_users_mistake_is_returned_by_a_worker_and_raised_by_fit(fit, monkeypatch):
-    def train(args: argparse.Namespace, worker: Worker) -> list[dict]:
-        raise UsageError(f"{args.num_workers} are too many")
+    def train(num_workers: int, worker: Worker) -> list[dict]:
+        raise UsageError(f"{num_workers} are too many")
 
-    monkeypatch.setattr(cluster, "worker", Worker)
-    returned = cluster.on_workers(train)({"num_workers": 7})
+    monkeypatch.setattr(workers, "current_worker", Worker)
+    returned = workers.on_workers(train)({"num_workers": 7})
     with pytest.raises(UsageError, match="7 are too many"):
         fit(returned)
 
@@ -181,11 +176,9 @@ def test_a_users_mistake_is_returned_by_a_worker_and_raised_by_fit(fit, monkeypa
 def joined(monkeypatch):
     """Join a cluster, and leave it at the test's end."""
 
-    def join(address: str, *words: str, spare_cpus: int = 0) -> argparse.Namespace:
+    def join(address: str, num_workers: int, **options: object) -> bool:
         monkeypatch.setenv("RAY_ADDRESS", address)
-        args = arguments(*words)
-        cluster.start(args, spare_cpus)
-        return args
+        return cluster.start(num_workers, **options)
 
     yield join
     ray.shutdown()
@@ -196,32 +189,31 @@ def test_a_cluster_that_is_too_small(joined, monkeypatch, capsys):
         initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False, "dashboard_port": None}
     )
     try:
-        args = joined(nodes.address, "--num-workers", "2")
-        assert args.use_gpu is False
+        assert joined(nodes.address, 2) is False
         assert f"[driver] joined the Ray cluster at {nodes.address}: 2 CPUs and no GPU" in capsys.readouterr().out
         ray.shutdown()
 
-        monkeypatch.setattr(cluster, "PATIENCE_S", 3)
+        monkeypatch.setattr(cluster, "AUTOSCALER_WAIT_S", 3)
         with pytest.raises(UsageError, match="16 workers need 16 CPUs and no GPU, and there are 2 CPUs and no GPU"):
-            joined(nodes.address, "--num-workers", "16")
+            joined(nodes.address, 16)
         ray.shutdown()
         with pytest.raises(UsageError, match="2 workers need 3 CPUs and no GPU, and there are 2 CPUs and no GPU"):
-            joined(nodes.address, "--num-workers", "2", spare_cpus=1)  # Ray Data's tasks would wait for ever
+            joined(nodes.address, 2, spare_cpus=1)  # Ray Data's tasks would wait for ever
         ray.shutdown()
 
         with pytest.raises(UsageError, match=r"2 CPUs and 2 GPUs, and there are 2 CPUs and no GPU: .*--no-use-gpu"):
-            joined(nodes.address, "--num-workers", "2", "--use-gpu")
+            joined(nodes.address, 2, use_gpu=True)
         ray.shutdown()
 
         # No autoscaler runs here: this is what one reports once it has begun.
         begun = argparse.Namespace(pending_launches=["a node"], pending_nodes=[])
         monkeypatch.setattr(cluster, "get_cluster_status", lambda address: begun)
-        joined(nodes.address, "--num-workers", "16")
+        joined(nodes.address, 16)
         assert "the cluster is starting nodes; waiting for 16 times 1 CPU" in capsys.readouterr().out
         ray.shutdown()
 
         nodes.add_node(num_cpus=2)
-        joined(nodes.address, "--num-workers", "4")
+        joined(nodes.address, 4)
         assert "4 CPUs and no GPU" in capsys.readouterr().out
     finally:
         ray.shutdown()

@@ -26,8 +26,10 @@ import numpy as np
 import pytest
 from notebook_rules import repository_files
 
-from shared import cluster, data, ray_images, ray_storage, runs
-from shared.distributed import UsageError
+import ray_images
+from shared import runs, sampling
+from shared.errors import UsageError
+from shared.on_ray import cluster, storage
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = "04-ray-in-production/program"
@@ -244,7 +246,7 @@ def asked(command: Command, script: Path, options: list[str]) -> argparse.Namesp
         patch.chdir(command.folder)
         patch.setattr(sys, "argv", [str(script), *options])
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-        for owner, name in ((runs.Run, "claim"), (ray_storage, "claim"), (ray_images, "look"), (cluster, "start")):
+        for owner, name in ((runs.Run, "claim"), (storage.RayRun, "claim"), (ray_images, "find"), (cluster, "start")):
             patch.setattr(owner, name, reached)
         if script.parent.name == "training":
             patch.setattr(importlib.import_module("training.data"), "prepare", reached)
@@ -277,7 +279,7 @@ def check_script(command: Command, script: Path, options: list[str], ranks: int 
     args = asked(command, script, options)
     if args and ranks and "batch_size" in args:
         try:
-            data.local_batch_size(args.batch_size, ranks)
+            sampling.local_batch_size(args.batch_size, ranks)
         except ValueError as error:
             raise Wrong(f"{command}: {error}") from None
 
@@ -615,7 +617,7 @@ RUN_BY = {
     r"python train_ray_fsdp2\.py --num-workers 0 .*": (
         "tests/test_train_ray_gpt.py::test_fsdp2_computes_what_one_process_computes"
     ),
-    r"python train_ray_fsdp2\.py --num-workers 2 --strategy ddp": "03-fsdp-deepspeed/04_choosing.ipynb",
+    r"python .*train_ray_ddp\.py --num-workers 2 --dataset text": "03-fsdp-deepspeed/04_choosing.ipynb",
     r"python train_ray_deepspeed\.py --num-workers 2 .*": "03-fsdp-deepspeed/03_deepspeed_zero.ipynb",
     r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
@@ -733,34 +735,47 @@ def section(page: str) -> str:
 
 
 def needs(path: Path) -> set[str]:
-    """The modules of `shared` that a file imports, and those that these import."""
+    """The modules of `shared`, and those beside the file, that it imports, and those that these import."""
     found: set[str] = set()
     waiting = [path]
     while waiting:
         for node in ast.walk(ast.parse(waiting.pop().read_text())):
-            names = []
-            if isinstance(node, ast.ImportFrom) and node.module == "shared":
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shared."):
-                names = [node.module.split(".")[1]]
-            waiting += [ROOT / f"shared/{name}.py" for name in set(names) - found]
-            found |= set(names)
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            if isinstance(node, ast.ImportFrom) and node.module in ("shared", "shared.on_ray"):
+                names = [f"{node.module}.{name}" for name in names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [node.module or ""]
+            for name in set(names):
+                file = (
+                    ROOT / f"{name.replace('.', '/')}.py"
+                    if name.startswith("shared.")
+                    else path.with_name(f"{name}.py")
+                )
+                if file.is_file() and file.stem not in found:
+                    waiting.append(file)
+                    found.add(file.stem)
     return found
 
 
+FIRST = {
+    "checkpoint", "datasets", "distributed", "errors", "measure", "models", "options", "progress", "runs", "sampling",
+    "script", "tasks",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(("script", "before", "named"), [
-    ("01-ddp-pytorch-only/train_ddp.py", None,
-     {"checkpoint", "cli", "data", "distributed", "models", "runs", "torchrun_restarts"}),
-    ("02-ddp-pytorch-ray/train_ray_ddp.py", "01-ddp-pytorch-only/train_ddp.py", {"cluster", "ray_storage"}),
+    ("01-ddp-pytorch-only/train_ddp.py", None, FIRST),
+    ("02-ddp-pytorch-ray/train_ray_ddp.py", "01-ddp-pytorch-only/train_ddp.py",
+     {"cluster", "storage", "workers", "sharded"}),
     ("02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ray_images"}),
-    ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"measure"}),
-    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"measure"}),
+    ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", set()),
+    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"zero"}),
 ])  # fmt: skip
 def test_what_travels_is_what_the_page_says(script, before, named):
     path = ROOT / script
     assert needs(path) - (needs(ROOT / before) if before else set()) == named
     text = section(path.parent.relative_to(ROOT).joinpath("README.md").as_posix())
-    assert {name for name in named if f"`{name}`" not in text} == set()
+    assert {name for name in named if f"`{name}`" not in text and f"`{name}.py`" not in text} == set()
 
 
 def program_needs() -> set[str]:
@@ -769,9 +784,9 @@ def program_needs() -> set[str]:
 
 
 def test_what_travels_with_the_program_is_what_its_page_says():
-    all_of_them = {path.stem for path in (ROOT / "shared").glob("*.py")} - {"__init__"}
-    assert all_of_them - program_needs() == {"plots", "doctor", "measure", "ray_images"}
-    assert "all but `checks/`, `plots`, `doctor`, `measure` and `ray_images`" in section(f"{PROGRAM}/README.md")
+    all_of_them = {path.stem for folder in ("shared", "shared/on_ray") for path in (ROOT / folder).glob("*.py")}
+    assert all_of_them - {"__init__"} - program_needs() == {"plots", "doctor"}
+    assert "all except `checks/`, `plots` and `doctor`" in section(f"{PROGRAM}/README.md")
 
 
 @pytest.fixture(scope="module")
@@ -805,18 +820,14 @@ def copied_out(page: str, home: Path) -> None:
 
 
 def with_own_data(script: Path) -> None:
-    """Change a copied script as chapter 1's page says: its diff, and its function."""
+    """Change a copied script as chapter 1's page says: its diff, and its task."""
     parts = {language: content for _, language, content in blocks(section("01-ddp-pytorch-only/README.md"))}
-    text = script.read_text().replace(
-        "cli.ray_parser(__doc__, workers=cli.elastic_workers)",  # as chapter 2's page says
-        'cli.ray_parser(__doc__, workers=cli.elastic_workers, datasets=("mine",))',
-    )
+    text = script.read_text()
     diff = parts["diff"].replace("+import numpy as np\n import torch\n", "")
     for old, new in re.findall(r"^-(.*)\n\+(.*)$", diff, re.MULTILINE):
-        assert text.count(old) == ("training_parser" in text or "training_parser" not in old), old
-        text = text.replace(old, new)
-    text = text.replace("\nimport torch\n", "\nimport numpy as np\nimport torch\n", 1)
-    script.write_text(text.replace("\n\ndef train_epoch(", f"\n\n{parts['python']}\n\ndef train_epoch(", 1))
+        assert text.count(old) == 1, old
+        text = text.replace(old, f"\n{parts['python']}\n\n{new}")
+    script.write_text(text.replace("\nimport torch\n", "\nimport numpy as np\nimport torch\n", 1))
 
 
 @pytest.mark.parametrize(("name", "launch", "options"), [
@@ -827,7 +838,7 @@ def test_a_copy_trains_on_data_of_ones_own(name, launch, options, clean_python, 
     copied_out(str(Path(name).parent / "README.md"), tmp_path)
     job = tmp_path / "job"
     script = job / Path(name).name
-    kept = needs(ROOT / name) | {"__init__"}
+    kept = needs(ROOT / name) | {"__init__", "on_ray"}
     for path in (job / "shared").glob("*"):
         if path.stem not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
@@ -848,7 +859,7 @@ def test_a_copy_of_the_program_has_all_that_it_imports(tmp_path):
     page = f"{PROGRAM}/README.md"
     copied_out(page, tmp_path)
     copy = tmp_path / "classifier"
-    assert {path.stem for path in (copy / "src/shared").glob("*.py")} >= program_needs()
+    assert {path.stem for path in (copy / "src").rglob("*.py")} >= program_needs()
     assert "cd ~/classifier && PYTHONPATH=src python -m training.local_training" in section(page)
     assert (copy / "src/training/local_training.py").is_file() and (copy / "config").is_dir()
     assert all((copy / f"src/{name}/__init__.py").is_file() for name in ("training", "shared"))  # so pip finds both
@@ -868,7 +879,7 @@ def wrong_with(content: str, page: str = "01-ddp-pytorch-only/README.md", inline
 
 @pytest.mark.parametrize(("line", "words"), [
     ("python train_ddp.py --epochs 2 --batchsize 64", "unrecognized arguments: --batchsize 64"),
-    ("python train_ddp.py --epochs two", "argument --epochs: invalid positive_int value: 'two'"),
+    ("python train_ddp.py --epochs two", "argument --epochs: 'two' is not a whole number above 0"),
     ("python train_dpp.py", "there is no train_dpp.py in "),
     ("python 01-ddp-pytorch-only/train_ddp.py", "there is no train_ddp.py in "),  # from another folder
     ("python train_ddp.py --epoch 2", "unrecognized arguments: --epoch 2"),  # argparse alone would take it
@@ -881,7 +892,7 @@ def wrong_with(content: str, page: str = "01-ddp-pytorch-only/README.md", inline
     ("./launch_multinode_ddp.sh h1 h2 h3 -- --epochs 2", "64 is not divisible by 3 ranks"),
     ("./launch.sh localhost", "there is no ./launch.sh in "),
     ("python ../02-ddp-pytorch-ray/train_ray_ddp.py --num-workers 8:16", "not divisible by every number of ranks"),
-    ("python ../03-fsdp-deepspeed/train_ray_fsdp2.py --strategy ddp --offload", "--strategy ddp is there to compare"),
+    ("python ../03-fsdp-deepspeed/train_ray_fsdp2.py --strategy ddp", "for DDP use train_ray_ddp.py --dataset text"),
     ("python ../03-fsdp-deepspeed/train_ray_deepspeed.py --ds-config none.json", "No such file or directory"),
     ("ray job submit --adress http://h:8265 -- python train_ddp.py", "No such option"),
     ("ray job submt -- python train_ddp.py", "No such command"),

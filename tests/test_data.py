@@ -16,8 +16,10 @@ from small_runs import idx_bytes
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import mnist as torchvision_mnist
 
-from shared import data, models
+import ray_images
+from shared import datasets, models, sampling, tasks
 from shared.distributed import Worker
+from shared.progress import Limits, Progress
 
 # --- digits and synthetic --------------------------------------------------------------------------------------------
 
@@ -30,14 +32,14 @@ def rows(*sets: TensorDataset) -> list[tuple]:
 def test_digits_are_split_into_1280_256_261_and_every_image_is_in_exactly_one_part():
     from sklearn.datasets import load_digits
 
-    splits, raw = data.digits(), load_digits()
+    splits, raw = datasets.digits(), load_digits()
     assert [len(part) for part in (splits.train, splits.val, splits.test)] == [1280, 256, 261]
-    everything = TensorDataset(data.normalize(torch.from_numpy(raw.images), 16), torch.from_numpy(raw.target))
+    everything = TensorDataset(datasets.normalize(torch.from_numpy(raw.images), 16), torch.from_numpy(raw.target))
     assert rows(splits.train, splits.val, splits.test) == rows(everything)
 
 
 def test_digits_are_floats_in_minus_one_to_one_with_labels_0_to_9():
-    splits = data.load("digits")
+    splits = datasets.load("digits")
     for part in (splits.train, splits.val, splits.test):
         images, labels = part.tensors
         assert images.dtype == torch.float32 and images.shape[1:] == (1, 8, 8)
@@ -51,17 +53,17 @@ def test_digits_are_floats_in_minus_one_to_one_with_labels_0_to_9():
 def test_loading_again_gives_the_same_and_leaves_the_generators_alone(name):
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    first = data.load(name)
+    first = datasets.load(name)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    second = data.load(name)
+    second = datasets.load(name)
     for part in ("train", "val", "test"):
         for one, other in zip(getattr(first, part).tensors, getattr(second, part).tensors, strict=True):
             assert torch.equal(one, other)
 
 
 def test_synthetic_has_the_sizes_asked_for():
-    splits = data.synthetic(size=50, image_shape=(3, 4, 6), num_classes=4)
+    splits = datasets.synthetic(size=50, image_shape=(3, 4, 6), num_classes=4)
     assert [len(part) for part in (splits.train, splits.val, splits.test)] == [50, 5, 5]
     assert splits.image_shape == (3, 4, 6)
     assert splits.classes == ("0", "1", "2", "3")
@@ -73,7 +75,7 @@ def test_an_unknown_data_set_is_refused_with_the_known_names():
     with pytest.raises(
         ValueError, match="unknown data set 'cifar'; use one of digits, mnist, fashion_mnist, synthetic"
     ):
-        data.load("cifar")
+        datasets.load("cifar")
 
 
 # --- MNIST and Fashion-MNIST -----------------------------------------------------------------------------------------
@@ -106,14 +108,14 @@ def no_network(monkeypatch):
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
 def test_files_in_mnists_own_format_are_read_normalised_and_split(tmp_path, name, folder):
     written = write_mnist(tmp_path, folder)
-    splits = data.load(name, tmp_path)
+    splits = datasets.load(name, tmp_path)
     assert [len(part) for part in (splits.train, splits.val, splits.test)] == [33, 3, 5]  # a twelfth is validation
     assert splits.image_shape == (1, 28, 28) and len(splits.classes) == 10
     for parts, prefix in (((splits.train, splits.val), "train"), ((splits.test,), "t10k")):
         images, labels = written[prefix]
         assert rows(*parts) == rows(TensorDataset((images.unsqueeze(1) / 255 - 0.5) / 0.5, labels))
     assert splits.train.tensors[0].dtype == torch.float32
-    assert rows(data.load(name, tmp_path).val) == rows(splits.val)  # the split is a fixed one
+    assert rows(datasets.load(name, tmp_path).val) == rows(splits.val)  # the split is a fixed one
 
 
 def test_the_split_of_60000_is_55000_and_5000(tmp_path, monkeypatch):
@@ -125,14 +127,14 @@ def test_the_split_of_60000_is_55000_and_5000(tmp_path, monkeypatch):
             self.data, self.targets = torch.zeros(count, 2, 2, dtype=torch.uint8), torch.zeros(count)
 
     monkeypatch.setattr("torchvision.datasets.MNIST", SixtyThousand)
-    splits = data.load("mnist", tmp_path)
+    splits = datasets.load("mnist", tmp_path)
     assert [len(part) for part in (splits.train, splits.val, splits.test)] == [55_000, 5_000, 10_000]
 
 
 def expect_help(tmp_path, name="mnist", folder="MNIST") -> str:
     """`load` fails with one line that says where the files belong and what needs no download; returns the line."""
     with pytest.raises(ValueError) as caught:
-        data.load(name, tmp_path)
+        datasets.load(name, tmp_path)
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith(f"cannot get {name} (")
@@ -187,7 +189,7 @@ def samplers(num_samples: int, world_size: int, epoch: int = 0, shuffle: bool = 
     dataset = TensorDataset(torch.arange(num_samples))
     dealt = []
     for rank in range(world_size):
-        sampler = data.UnpaddedDistributedSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed)
+        sampler = sampling.UnpaddedDistributedSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed)
         sampler.set_epoch(epoch)
         dealt.append(sampler)
     return dealt
@@ -225,7 +227,7 @@ def test_where_nothing_needs_padding_it_deals_as_torch_does(world_size):
 @pytest.mark.parametrize("epoch", [0, 1])
 def test_the_kth_global_batch_is_the_same_set_at_every_world_size(num_samples, epoch):
     by_one = global_batches([list(sampler) for sampler in samplers(num_samples, 1, epoch)], 8)
-    assert [len(batch) for batch in by_one] == data.global_batch_counts(num_samples, 8)
+    assert [len(batch) for batch in by_one] == sampling.global_batch_counts(num_samples, 8)
     for world_size in (2, 4, 8):
         shards = [list(sampler) for sampler in samplers(num_samples, world_size, epoch)]
         assert global_batches(shards, 8 // world_size) == by_one  # the uneven last one too
@@ -261,24 +263,32 @@ def test_a_run_resumes_in_the_middle_of_an_epoch_at_any_world_size(num_samples, 
 def test_an_epoch_in_parts_has_the_same_batches_and_draws_no_random_numbers():
     """Each part ends at a multiple of --save-every-steps, at --max-steps, or where the epoch does."""
     dataset = TensorDataset(torch.arange(22))
-    loader = data.rank_loader(dataset, 2, Worker(rank=1, world_size=2), shuffle_seed=3)
-    args = Namespace(batch_size=4, max_steps=None, save_every_steps=None)
-    progress = {"step": 7, "epoch": 1, "position": 0}
+    loader = sampling.rank_loader(dataset, 2, Worker(rank=1, world_size=2), shuffle_seed=3)
+    limits = {"batch_size": 4, "epochs": 9, "quiet": True}
+    progress = Progress(Limits(**limits), Worker(), 22, options={})
+    progress.load_state_dict({**progress.state_dict(), "step": 7, "epoch": 1})
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    counts, batches = data.epoch_batches(loader, args, progress)
-    whole = [batch[0].tolist() for batch in batches]
+
+    def part(progress: Progress) -> tuple[list[int], list[list[int]]]:
+        counts, batches, left = [], [], []
+        for count, (numbers,) in progress.batches(loader):
+            counts.append(count), batches.append(numbers.tolist()), left.append(progress.steps_left)
+        assert left == list(reversed(range(len(counts))))
+        return counts, batches
+
+    counts, whole = part(progress)
     assert counts == [4, 4, 4, 4, 4, 2] and len(whole) == 6
-    args.save_every_steps, args.max_steps, lengths, parts = 4, 20, [], []
-    while progress["position"] < 22:
-        counts, batches = data.epoch_batches(loader, args, progress)
-        parts += [batch[0].tolist() for batch in batches]
+    progress.limits, lengths, parts = Limits(**limits, save_every_steps=4, max_steps=20), [], []
+    while progress.position < 22:
+        counts, batches = part(progress)
+        parts += batches
         lengths.append(len(counts))
-        progress |= {"step": progress["step"] + len(counts), "position": progress["position"] + sum(counts)}
+        progress.record_steps([1.0] * len(counts), counts, 1.0)
     assert (parts, lengths) == (whole, [1, 4, 1])  # steps 8, 9 to 12, 13
-    progress |= {"step": 13, "epoch": 2, "position": 0}
-    args.max_steps = 15
-    assert data.epoch_batches(loader, args, progress)[0] == [4, 4]
+    progress.load_state_dict({**progress.state_dict(), "step": 13, "epoch": 2, "position": 0})
+    progress.limits = Limits(**limits, max_steps=15)
+    assert part(progress)[0] == [4, 4]
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -291,7 +301,7 @@ def test_a_position_holds_for_one_iteration():
 
 def test_more_ranks_than_samples_are_refused():
     with pytest.raises(ValueError, match="3 samples cannot be dealt to 4 ranks; use fewer ranks"):
-        data.UnpaddedDistributedSampler(TensorDataset(torch.arange(3)), 4, 0)
+        sampling.UnpaddedDistributedSampler(TensorDataset(torch.arange(3)), 4, 0)
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -300,13 +310,13 @@ def test_more_ranks_than_samples_are_refused():
 def batches_of_all_ranks(num_samples: int, world_size: int, batch_size: int, position: int = 0) -> list[list]:
     """Each rank's batches of (images, labels), as a training script makes them."""
     dataset = TensorDataset(torch.randn(num_samples, 1, 4, 4), torch.arange(num_samples))
-    num_steps = len(data.global_batch_counts(num_samples - position, batch_size))
+    num_steps = len(sampling.global_batch_counts(num_samples - position, batch_size))
     dealt = []
     for rank in range(world_size):
-        sampler = data.UnpaddedDistributedSampler(dataset, world_size, rank)
+        sampler = sampling.UnpaddedDistributedSampler(dataset, world_size, rank)
         sampler.set_position(position)
-        loader = DataLoader(dataset, data.local_batch_size(batch_size, world_size), sampler=sampler)
-        dealt.append(list(data.even_batches(loader, num_steps)))
+        loader = DataLoader(dataset, sampling.local_batch_size(batch_size, world_size), sampler=sampler)
+        dealt.append(list(sampling.even_batches(loader, num_steps)))
     return dealt
 
 
@@ -315,7 +325,7 @@ def batches_of_all_ranks(num_samples: int, world_size: int, batch_size: int, pos
 ])  # fmt: skip
 def test_every_rank_takes_as_many_batches_and_no_sample_is_lost(num_samples, world_size, batch_size):
     dealt = batches_of_all_ranks(num_samples, world_size, batch_size)
-    counts = data.global_batch_counts(num_samples, batch_size)
+    counts = sampling.global_batch_counts(num_samples, batch_size)
     assert [len(batches) for batches in dealt] == [len(counts)] * world_size
     for step, count in enumerate(counts):
         assert sum(len(batches[step][1]) for batches in dealt) == count
@@ -340,7 +350,7 @@ def test_an_empty_batch_has_a_gradient_of_zero():
 
 @pytest.mark.parametrize(("global_batch_size", "world_size"), [(64, 1), (64, 2), (64, 4), (6, 3), (4, 4)])
 def test_a_global_batch_is_divided(global_batch_size, world_size):
-    assert data.local_batch_size(global_batch_size, world_size) * world_size == global_batch_size
+    assert sampling.local_batch_size(global_batch_size, world_size) * world_size == global_batch_size
 
 
 @pytest.mark.parametrize(("global_batch_size", "world_size", "advice"), [
@@ -348,26 +358,26 @@ def test_a_global_batch_is_divided(global_batch_size, world_size):
 ])  # fmt: skip
 def test_a_batch_that_does_not_divide_is_refused_with_the_nearest_that_do(global_batch_size, world_size, advice):
     with pytest.raises(ValueError) as caught:
-        data.local_batch_size(global_batch_size, world_size)
+        sampling.local_batch_size(global_batch_size, world_size)
     assert str(caught.value) == f"global batch {global_batch_size} is not divisible by {world_size} ranks; {advice}"
 
 
 def test_a_batch_for_a_world_that_grows_divides_by_all_sizes():
-    assert data.local_batch_size(64, 1, most=2) == 64 and data.local_batch_size(60, 2, most=6) == 30
+    sampling.check_divisible(64, 1, most=2), sampling.check_divisible(60, 2, most=6)
     with pytest.raises(ValueError, match=r"64 is not divisible by every number of ranks from 1 to 3; use 60 or 66$"):
-        data.local_batch_size(64, 1, most=3)
+        sampling.check_divisible(64, 1, most=3)
     with pytest.raises(ValueError, match=r"ranks from 2 to 16; use 720720$"):
-        data.local_batch_size(64, 2, most=16)
+        sampling.check_divisible(64, 2, most=16)
 
 
 def test_global_batch_counts_add_up_to_the_samples():
-    assert data.global_batch_counts(1280, 64) == [64] * 20
-    assert data.global_batch_counts(130, 64) == [64, 64, 2]
-    assert data.global_batch_counts(5, 64) == [5]
-    assert data.global_batch_counts(0, 64) == []
+    assert sampling.global_batch_counts(1280, 64) == [64] * 20
+    assert sampling.global_batch_counts(130, 64) == [64, 64, 2]
+    assert sampling.global_batch_counts(5, 64) == [5]
+    assert sampling.global_batch_counts(0, 64) == []
     for num_samples in range(1, 60):
         for batch_size in range(1, 20):
-            counts = data.global_batch_counts(num_samples, batch_size)
+            counts = sampling.global_batch_counts(num_samples, batch_size)
             assert sum(counts) == num_samples
             assert set(counts[:-1]) <= {batch_size} and 1 <= counts[-1] <= batch_size
 
@@ -379,12 +389,18 @@ def test_batch_norm_is_refused_exactly_where_a_rank_would_get_a_single_sample(nu
     fewest = min(
         len(labels) for batches in batches_of_all_ranks(num_samples, world_size, batch_size) for _, labels in batches
     )
-    data.check_batch_norm("resnet18", num_samples, batch_size, world_size)  # GroupNorm takes anything
+
+    def check(model: str) -> None:
+        args = Namespace(model=model, batch_size=batch_size, precision="fp32")
+        splits = datasets.Splits(*[TensorDataset(torch.zeros(num_samples))] * 3, classes=("0", "1"))
+        tasks.ImageTask(args, splits, torch.device("cpu")).check_batches(world_size)
+
+    check("resnet18")  # GroupNorm takes anything
     if fewest >= 2:
-        data.check_batch_norm("resnet18-batchnorm", num_samples, batch_size, world_size)
+        check("resnet18-batchnorm")
     else:
-        with pytest.raises(ValueError, match=f"leaves {fewest}; use another --batch-size or --model resnet18"):
-            data.check_batch_norm("resnet18-batchnorm", num_samples, batch_size, world_size)
+        with pytest.raises(ValueError, match=f"leave {fewest}; use another --batch-size or --model resnet18"):
+            check("resnet18-batchnorm")
 
 
 # --- Parquet for Ray Data --------------------------------------------------------------------------------------------
@@ -398,8 +414,9 @@ def rows_of(folder: str) -> tuple[list[int], torch.Tensor, list[int]]:
 
 @pytest.mark.parametrize("as_uri", [False, True])
 def test_parquet_holds_every_sample_once(as_uri, tmp_path):
-    dataset = data.digits().val
-    folder = data.write_parquet(dataset, f"file://{tmp_path}/val" if as_uri else str(tmp_path / "val"), num_files=3)
+    dataset = datasets.digits().val
+    place = f"file://{tmp_path}/val" if as_uri else str(tmp_path / "val")
+    folder = ray_images.write_parquet(dataset, place, num_files=3)
     ids, images, labels = rows_of(folder.removeprefix("file://"))
     assert ids == list(range(256)) and labels == dataset.tensors[1].tolist()
     assert torch.equal((images - 0.5) / 0.5, dataset.tensors[0].flatten(1))
@@ -407,22 +424,22 @@ def test_parquet_holds_every_sample_once(as_uri, tmp_path):
 
 
 def test_parquet_is_written_once_and_other_data_elsewhere(tmp_path):
-    images, labels = data.digits().val.tensors
-    folder = data.write_parquet(TensorDataset(images, labels), str(tmp_path))
+    images, labels = datasets.digits().val.tensors
+    folder = ray_images.write_parquet(TensorDataset(images, labels), str(tmp_path))
     written = {path: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
-    assert data.write_parquet(TensorDataset(images, labels), str(tmp_path)) == folder
+    assert ray_images.write_parquet(TensorDataset(images, labels), str(tmp_path)) == folder
     others = [
-        data.write_parquet(TensorDataset(images[:-1], labels[:-1]), str(tmp_path)),
-        data.write_parquet(TensorDataset(images + 1e-3, labels), str(tmp_path)),
-        data.write_parquet(TensorDataset(images, labels.flip(0)), str(tmp_path)),
+        ray_images.write_parquet(TensorDataset(images[:-1], labels[:-1]), str(tmp_path)),
+        ray_images.write_parquet(TensorDataset(images + 1e-3, labels), str(tmp_path)),
+        ray_images.write_parquet(TensorDataset(images, labels.flip(0)), str(tmp_path)),
     ]
     assert len({folder, *others}) == 4
     assert {path: path.stat().st_mtime_ns for path in Path(folder).iterdir()} == written
 
 
 def test_parquet_that_was_not_finished_is_written_again(tmp_path):
-    folder = Path(data.write_parquet(data.digits().val, str(tmp_path)))
+    folder = Path(ray_images.write_parquet(datasets.digits().val, str(tmp_path)))
     (folder / "_SUCCESS").unlink()
     (folder / "part-000.parquet").write_bytes(b"half of it")
-    assert data.write_parquet(data.digits().val, str(tmp_path)) == str(folder)
+    assert ray_images.write_parquet(datasets.digits().val, str(tmp_path)) == str(folder)
     assert rows_of(str(folder))[0] == list(range(256))

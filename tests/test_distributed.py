@@ -11,7 +11,8 @@ import pytest
 import torch
 from runs import TORCHRUN
 
-from shared import distributed, torchrun_restarts
+from shared import distributed
+from shared.errors import UsageError
 
 
 def test_four_ranks_meet(tmp_path):
@@ -25,11 +26,10 @@ def test_one_process_needs_no_group():
     assert distributed.global_sum(values).tolist() == [1.0, 1.0]
     assert distributed.gather_objects("mine") == ["mine"] and distributed.from_rank_zero("mine") == "mine"
     distributed.check_same("mine", "not raised")
-    with pytest.raises(distributed.UsageError, match="disk full"), distributed.fail_together():
+    with pytest.raises(UsageError, match="disk full"), distributed.fail_together():
         raise OSError("disk full")
     with pytest.raises(KeyError), distributed.fail_together():
         raise KeyError("a bug is not the user's mistake")
-    assert torchrun_restarts.note_name() is None
     distributed.wait_for_all()
 
 
@@ -38,7 +38,7 @@ def test_half_a_description_of_a_group_is_refused(missing, monkeypatch):
     for name in distributed.FROM_TORCHRUN:
         monkeypatch.setenv(name, "0")
     monkeypatch.delenv(missing)
-    with pytest.raises(distributed.UsageError, match=f"RANK is set, and {missing} not: start with torchrun"):
+    with pytest.raises(UsageError, match=f"RANK is set, and {missing} not: start with torchrun"):
         distributed.join()
 
 
@@ -61,7 +61,7 @@ def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
 LEAVES = """
 import sys
 import torch
-from shared import distributed, torchrun_restarts
+from shared import distributed
 
 worker = distributed.join()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))

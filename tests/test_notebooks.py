@@ -112,7 +112,7 @@ LESSON = [
     "A script, and how to run it:",
     "%%CODE\n%%writefile runs/lesson-3-1/hello.py\nimport os\n\nprint(os.environ['RANK'])",
     "%%CODE\n%%bash\ntorchrun --standalone \\\n  --nproc-per-node 2 runs/lesson-3-1/hello.py > runs/lesson-3-1/out.txt",
-    "The size of a local batch, as in `shared/data.py`.",
+    "The size of a local batch, as in `shared/sampling.py`.",
     "%%CODE\n%%time\nassert EPOCHS > 0\nassert 1 + 1 == 2\nassert FOLDER.startswith('runs')",
     "**3.1a** Give the answer.\n\n<details><summary>Hint</summary>\n\nIt is 42.\n</details>",
     "%%CODE\ndef answer():\n    raise NotImplementedError",
@@ -402,7 +402,7 @@ BROKEN_LESSONS = [
     (links, "HTML in code", code("HTML('<img src=\"https://example.org/a.png\">')"), "shows a picture from elsewhere"),
     # 11: equal to shared/
     (taught_as_shared, "another body", code(SHARED_FUNCTION.replace("tail > 0", "tail >= 0")), "global_batch_counts"),
-    (taught_as_shared, "no annotations", code(SHARED_FUNCTION.replace(": int", "")), "data.py in shared/ another one"),
+    (taught_as_shared, "no annotations", code(SHARED_FUNCTION.replace(": int", "")), "sampling.py in shared"),
     (taught_as_shared, "in a script", code(
         "%%writefile runs/lesson-3-1/a.py\n" + SHARED_FUNCTION.replace("divmod", "pow")
     ), "defines global_batch_counts"),
@@ -513,3 +513,17 @@ def test_python_that_does_not_parse_is_no_silent_pass(chapter):
 def test_the_summary_names_are_those_of_the_rules():
     """A reader of a failure sees the rule's sentence, so each has one."""
     assert all(re.fullmatch(r"[A-Z].*\.", rule.__doc__, re.DOTALL) for rule in {*FOR_LESSONS, *FOR_SOLUTIONS})
+
+
+def test_what_lessons_teach_and_shared_holds():
+    """The definitions that `taught_as_shared` compares. Without a module of `shared` it would compare nothing."""
+    taught = {
+        name
+        for path in rules.lessons()
+        for cell in Notebook(path).code
+        for name, node in {**rules.definitions(cell.python), **rules.definitions(cell.script)}.items()
+        if name in rules.shared_definitions() and not rules.raises_not_implemented(node)
+    }
+    assert taught == {"save_atomically", "global_sum", "even_batches"}
+    modules = {module for found in rules.shared_definitions().values() for module in found}
+    assert {"sampling.py", "cluster.py", "storage.py", "workers.py"} <= modules

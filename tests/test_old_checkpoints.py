@@ -10,15 +10,18 @@ import torch
 from program import PROGRAM
 from runs import ROOT, Fork, train
 
-from shared import checkpoint, ray_storage
+from shared import checkpoint
 from shared.distributed import Worker
+from shared.on_ray import storage
 
 READ_SHARDS = """
 import json, sys
 import torch
-sys.path.insert(0, sys.argv[2])
+sys.path[:0] = sys.argv[2:]
 import old_checkpoints as old
-from shared import checkpoint, distributed, ray_storage
+import zero
+from shared import distributed, sharded
+from shared.on_ray import storage
 
 worker = distributed.Worker()
 distributed.join_alone(worker.device)
@@ -27,15 +30,15 @@ for kind in ("fsdp2", "deepspeed"):
     model = old.tiny()
     with torch.no_grad():
         [parameter.normal_() for parameter in model.parameters()]
-    path, state, skipped = ray_storage.RayRun(f"{sys.argv[1]}/{kind}").load_newest(worker)
+    path, state, skipped = storage.RayRun(f"{sys.argv[1]}/{kind}").load_newest(worker)
     assert not skipped, skipped
     if kind == "fsdp2":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
-        checkpoint.restore_sharded(path, model, optimizer)
+        sharded.restore_sharded(path, model, optimizer)
         steps = {value["step"].item() for value in optimizer.state.values()}
     else:
         engine = old.engine(model)
-        checkpoint.restore_zero(path, engine)
+        zero.restore_zero(path, engine)
         steps = {engine.global_steps}
     weights = {name: value.tolist() for name, value in model.state_dict().items()}
     print(json.dumps({"weights": weights, "steps": sorted(steps), "progress": state["progress"]}))
@@ -63,7 +66,7 @@ def test_a_run_of_train_ddp_goes_on(folder):
 
 
 def test_a_run_in_ray_s_storage_is_read(folder):
-    path, state, skipped = ray_storage.RayRun(str(folder / "ray")).load_newest(Worker())
+    path, state, skipped = storage.RayRun(str(folder / "ray")).load_newest(Worker())
     assert path.endswith("/checkpoint-00000002-0a1b2c3d") and not skipped
     model = old.digits_mlp()
     optimizer = torch.optim.Adam(model.parameters())
@@ -83,7 +86,7 @@ def test_shards_of_fsdp2_and_deepspeed_are_read(folder, tmp_path):
     """
     script = tmp_path / "read.py"
     script.write_text(READ_SHARDS)
-    run = Fork(0, tmp_path, folder, ROOT / "tests", script=script, trains=False)
+    run = Fork(0, tmp_path, folder, ROOT / "tests", ROOT / "03-fsdp-deepspeed", script=script, trains=False)
     assert run.finish() == 0, run.text
     fsdp2, deepspeed = (json.loads(line) for line in run.text.splitlines() if line.startswith('{"weights"'))
     model = old.tiny()
@@ -98,7 +101,7 @@ def test_shards_of_fsdp2_and_deepspeed_are_read(folder, tmp_path):
 def test_a_run_of_the_program_goes_on(folder, monkeypatch, capsys):
     from training import local_training
 
-    monkeypatch.setattr("shared.cli.stop_on_signals", lambda *_, **__: None)  # this process goes on
+    monkeypatch.setattr("shared.script.stop_on_signals", lambda *_, **__: None)  # this process goes on
 
     changes = ("dataset.kind=synthetic", "dataset.num_samples=200", "model.kind=mlp", "model.hidden_dim=8",
                "training.batch_size=80", "training.epochs=2", f"paths.model_save_dir={folder}",
@@ -107,6 +110,6 @@ def test_a_run_of_the_program_goes_on(folder, monkeypatch, capsys):
     options = ["--config-dir", str(PROGRAM / "config"), "--run-name", "program", "--resume", *words]
     monkeypatch.setattr(sys, "argv", ["local_training.py", *options])
     local_training.main()
-    assert "going on after step 2" in capsys.readouterr().out
+    assert "continuing after step 2" in capsys.readouterr().out
     epochs = json.loads((folder / "logs/program/metrics.json").read_text())["epochs"]
     assert [line["epoch"] for line in epochs] == [1, 2] and epochs[0]["step_losses"] == [2.5, 2.0]

@@ -23,9 +23,9 @@ from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training import data, distributed_training, predict, trainer, utils
 
-from shared import cluster
 from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
+from shared.on_ray import cluster
 
 
 def without_times(outcome: dict) -> list[dict]:
@@ -62,7 +62,7 @@ def test_a_shared_that_is_not_installed_but_on_the_path_will_do(tmp_path):
 def test_the_installed_program_asks_for_no_package_of_the_workshop(program):
     (installed,) = metadata.distributions(name="text-training", path=[str(program.parent / "site")])
     asked_for = {Requirement(each).name for each in installed.requires}
-    assert asked_for == {"numpy", "psutil", "pyarrow", "pydantic", "PyYAML", "ray", "torch"}
+    assert asked_for == {"numpy", "psutil", "pyarrow", "pydantic", "PyYAML", "ray", "torch", "tqdm"}
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------
@@ -116,8 +116,8 @@ def here(folder: Path, *changes: str, state: dict | None = None) -> dict:
     config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={folder}/data", *changes])
     run_folder = folder / "runs/here"
     run_folder.mkdir(parents=True, exist_ok=True)
-    place = Namespace(folder=str(run_folder), log_folder=str(folder / "logs/here"), data_folder=data.prepare(config))
-    return trainer.train(config, place, Worker(), lambda: state, utils.store_in(run_folder, config))
+    folders = trainer.Folders(str(run_folder), data.prepare(config), str(folder / "logs/here"))
+    return trainer.train(config, folders, Worker(), lambda: state, utils.store_in(run_folder, config))
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +421,7 @@ def test_killed_inside_an_epoch_and_resumed(program, tmp_path):
     other = (*changes, "training.lr=0.02")
     said = run(program, tmp_path, "local_training", *options(program, "killed", *other), "--resume")
     assert said.count("note: training.lr was 0.01, which stays: it is restored; now 0.02") == 1, said
-    assert "going on after step " in said
+    assert "continuing after step " in said
     whole, killed = result(tmp_path, "whole"), result(tmp_path, "killed")
     assert without_times(killed) == without_times(whole)
     assert killed["test_accuracy"] == whole["test_accuracy"]
@@ -475,25 +475,22 @@ def test_workers_that_fit_nowhere_are_refused(resources, program, no_ray, tmp_pa
 def test_workers_that_may_fit_later_are_waited_for(ray_cluster, monkeypatch, capsys):
     """On a cluster whose one node has four CPUs."""
 
-    def checked(resources: str) -> Namespace:
+    def uses_gpu(resources: str) -> bool:
         config = configuration.load(PROGRAM / "config", [f"cluster.resources_per_worker={resources}"])
-        place = Namespace(use_gpu=False)
-        distributed_training.check_resources(config.cluster, place, cluster.Driver())
-        return place
+        return distributed_training.check_resources(config.cluster, False, Worker(label="driver"))
 
-    monkeypatch.setattr(cluster, "PATIENCE_S", 1)
+    monkeypatch.setattr(cluster, "AUTOSCALER_WAIT_S", 1)
     ray.init(ray_cluster, log_to_driver=False)
     try:
-        assert not checked("{CPU: 2}").use_gpu
-        assert checked("null").use_gpu is False
+        assert not uses_gpu("{CPU: 2}") and not uses_gpu("null")
         with pytest.raises(UsageError, match=r"2 workers are asked for, .* room for 1 on nodes with {'CPU': 4.0} in"):
-            checked("{CPU: 3}")
+            uses_gpu("{CPU: 3}")
         with pytest.raises(UsageError, match=r"room for 0 on nodes with {'CPU': 4.0, 'GPU': 0} in all"):
-            checked("{CPU: 1, GPU: 1}")
+            uses_gpu("{CPU: 1, GPU: 1}")
         # No autoscaler runs here: this is what one reports once it has begun.
         begun = Namespace(pending_launches=["a node"], pending_nodes=[])
         monkeypatch.setattr(cluster, "get_cluster_status", lambda address: begun)
-        assert checked("{CPU: 1, GPU: 1}").use_gpu
+        assert uses_gpu("{CPU: 1, GPU: 1}")
         assert "the cluster is starting nodes; waiting for 2 times 1 CPU and 1 GPU" in capsys.readouterr().out
     finally:
         ray.shutdown()

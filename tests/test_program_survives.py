@@ -15,7 +15,7 @@ from program import EXACT, PROGRAM, losses, options, result
 from ray.cluster_utils import Cluster
 from runs import LIMIT, below
 
-from shared import ray_storage
+from shared.on_ray import storage
 
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 STEPS = 3 * 43
@@ -82,11 +82,11 @@ def test_a_worker_a_node_and_the_driver_are_lost(nodes, tmp_path):
     assert losses(outcome) == pytest.approx(losses(undisturbed), abs=1e-9)
     assert outcome["test_accuracy"] == undisturbed["test_accuracy"]
     said = output.read_text()
-    assert said.count("going on after step") == 3, said
+    assert said.count("continuing after step") == 3, said
     # Nothing that was saved is gone, and what is there can be read: but for one that a kill may have cut while it was
     # copied, and that the next start has named.
     assert set(before) <= set(steps())
-    run = ray_storage.RayRun(str(folder))
+    run = storage.RayRun(str(folder))
     for path in run.list_newest_first():
         if f"skipped {Path(path).name}" not in said:
             assert run.load(path)["progress"]["step"] == int(Path(path).name.split("-")[1])

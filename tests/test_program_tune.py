@@ -15,7 +15,7 @@ from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training import tune
 
-from shared.distributed import UsageError
+from shared.errors import UsageError
 
 SEARCH = (*SMALL, "tuning.num_samples=4", "tuning.epochs=[2, 6]", "tuning.lr.lowest=1e-3", "tuning.lr.highest=3e-2")
 
@@ -82,7 +82,7 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(program, on_cluste
 
 
 @pytest.mark.parametrize(("more", "words"), [
-    (["--run-name", "taken"], "taken holds a run already: add --resume to go on with it"),
+    (["--run-name", "taken"], "taken holds a run already: add --resume to continue it"),
     (["--run-name", "new", "--resume"], "nothing to resume"),
     (["--resume"], "--resume needs the --run-name"),
     (["--set", "tuning.scheduler=hyperband"], "tuning.scheduler = 'hyperband': should be 'none' or 'asha'"),

@@ -11,7 +11,8 @@ from PIL import Image
 from pyarrow import parquet
 from ray.data.extensions import ArrowTensorArray
 
-from shared import data, ray_images
+import ray_images
+from shared import datasets
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 4, 5), dtype=np.uint8)
 LABELS = [0, 1, 2, 0, 1, 2]
@@ -71,11 +72,11 @@ FLOATS = (PIXELS / 255).astype(np.float32)
 def test_parquet_of_one_s_own(images, expected, tmp_path):
     uri = write_parquet(tmp_path, images, id=[f"number {number}" for number in range(6)])
     for place in (uri, f"file://{uri}/"):
-        sets = ray_images.look(place)
+        sets = ray_images.inspect_dataset(place)
         assert sets["train"].num_samples == sets["val"].num_samples == 6
         assert sets["train"].image_shape == expected.shape[1:] and sets["train"].classes == ("0", "1", "2")
     batch = sets["train"](as_batch(tmp_path / "train"))
-    assert np.abs(batch["image"] - expected).max() < 1e-6 and batch["image"].dtype == np.float32
+    assert np.abs(batch["image"] - (2 * expected - 1)).max() < 1e-6 and batch["image"].dtype == np.float32
     assert batch["label"].tolist() == LABELS and list(batch) == ["image", "label"]
 
 
@@ -85,7 +86,7 @@ def test_pictures_in_a_folder_a_label(tmp_path):
         (tmp_path / "train" / hidden).parent.mkdir(exist_ok=True)
         (tmp_path / "train" / hidden).write_bytes(b"nobody asks for it")
     (tmp_path / "val/cow/2.png").unlink()
-    sets = ray_images.look(str(tmp_path))
+    sets = ray_images.inspect_dataset(str(tmp_path))
     assert (sets["train"].num_samples, sets["val"].num_samples) == (6, 5)
     assert sets["val"].classes == ("ant", "bee", "cow") and sets["train"].image_shape == (1, 4, 5)
     paths = sorted((tmp_path / "train").glob("[abc]*/[0-9].png"))
@@ -93,7 +94,7 @@ def test_pictures_in_a_folder_a_label(tmp_path):
     read = sets["train"](batch)
     for image, label, path in zip(read["image"], read["label"], paths, strict=True):
         number = int(path.stem)
-        assert np.array_equal(image, FLOATS[number, None]) and label == LABELS[number]
+        assert np.allclose(image, 2 * FLOATS[number, None] - 1) and label == LABELS[number]
     batch["bytes"][2] = batch["bytes"][2][:60]
     with pytest.raises(ValueError, match=f"cannot use an image of {paths[2]}: image file is truncated"):
         sets["train"](batch)
@@ -102,19 +103,19 @@ def test_pictures_in_a_folder_a_label(tmp_path):
 def test_pictures_brought_to_one_size_and_one_number_of_channels(tmp_path):
     grey_and_coloured = [png(image) for image in (*PIXELS[:3], *COLOURED[:3, :3])]
     uri = write_parquet(tmp_path, grey_and_coloured)
-    read = ray_images.look(uri, image_size=8)["train"](as_batch(tmp_path / "train"))
+    read = ray_images.inspect_dataset(uri, image_size=8)["train"](as_batch(tmp_path / "train"))
     assert read["image"].shape == (6, 1, 8, 8)  # grey, as the first one
-    other_size = ray_images.look(uri)["train"]
-    words = r"a.parquet is of .*\(1, 3, 5\), and the first image of .*train of \(1, 4, 5\): --image-size brings"
+    other_size = ray_images.inspect_dataset(uri)["train"]
+    words = r"a.parquet is of .*\(1, 3, 5\), and the first image of .*train of \(1, 4, 5\): --image-size resizes"
     with pytest.raises(ValueError, match=words):
         other_size(as_batch(tmp_path / "train"))
 
 
 def test_a_built_in_data_set_comes_out_as_it_was(tmp_path):
-    splits = data.digits()
-    sets = ray_images.write(splits, str(tmp_path))
+    splits = datasets.digits()
+    sets = ray_images.store(splits, str(tmp_path))
     read = sets["val"](as_batch(Path(sets["val"].path)))
-    assert np.abs(read["image"] - (splits.val.tensors[0] * 0.5 + 0.5).numpy()).max() < 1e-6
+    assert np.array_equal(read["image"], splits.val.tensors[0].numpy())
     assert read["label"].tolist() == splits.val.tensors[1].tolist() and read["id"].tolist() == list(range(256))
     assert (sets["train"].num_samples, sets["train"].image_shape, len(sets["train"].classes)) == (1280, (1, 8, 8), 10)
 
@@ -163,12 +164,12 @@ def other_labels(folder: Path) -> str:
         (lambda folder: str((folder / "train").mkdir() or folder), "train has no files; there must be"),
         (lambda folder: write_pictures(folder, parts=("train/more", "val")), "train has more/ant/0.png, .* and 3 more"),
         (with_a_list, "train has classes.txt; there must be"),
-        (lambda folder: write_pictures(folder, images=PIXELS.astype(np.uint16) * 256), "more than 8 bits a channel"),
+        (lambda folder: write_pictures(folder, images=PIXELS.astype(np.uint16) * 256), "more than 8 bits per channel"),
         (lambda folder: "s3://bucket/images?region=here", "takes no options after a [?]; AWS_ENDPOINT_URL names"),
         (unreadable, "cannot use .*train: .*Parquet magic bytes not found"),
         (unreadable_picture, "cannot use the first image of .*0.png: cannot identify image file"),
         (lambda folder: write_parquet(folder, other=LABELS, images=LABELS), "its pixels must be uint8, or floats from"),
-        (lambda folder: write_parquet(folder, images=[[0.5] * 20] * 6), r"an array of shape \(20,\) is no image"),
+        (lambda folder: write_parquet(folder, images=[[0.5] * 20] * 6), r"an array of shape \(20,\) is not an image"),
         (lambda folder: write_parquet(folder, labels=["a", "b"] * 3), "labels are string, and must be whole numbers"),
         (lambda folder: write_parquet(folder, labels=[-1, 0] * 3), "whole numbers from 0 .* there are (0, -1|-1, 0)"),
         (lambda folder: write_parquet(folder, labels=[0, 1, None] * 2), "whole numbers from 0 .*None"),
@@ -182,14 +183,14 @@ def other_labels(folder: Path) -> str:
 )  # fmt: skip
 def test_anything_else_is_told(write, words, tmp_path):
     with pytest.raises(ValueError, match=words):
-        ray_images.look(write(tmp_path))
+        ray_images.inspect_dataset(write(tmp_path))
 
 
 def test_a_column_that_is_missing(tmp_path):
     uri = write_parquet(tmp_path)
     parquet.write_table(pa.table({"pixels": [1], "label": [0]}), tmp_path / "train/a.parquet")
     with pytest.raises(ValueError, match="no column image, only pixels, label"):
-        ray_images.look(uri)
+        ray_images.inspect_dataset(uri)
 
 
 def test_an_empty_file_and_a_first_picture_of_another_kind(tmp_path):
@@ -199,10 +200,10 @@ def test_an_empty_file_and_a_first_picture_of_another_kind(tmp_path):
     parquet.write_table(table.slice(0, 0), tmp_path / "train/a-0.parquet")
     grey_first = pa.table({"image": [png(PIXELS[0]), png(COLOURED[1])], "label": [0, 1]})
     parquet.write_table(grey_first, tmp_path / "val/a.parquet")
-    sets = ray_images.look(uri)
+    sets = ray_images.inspect_dataset(uri)
     assert sets["train"].num_samples == 6 and sets["val"].image_shape == (3, 4, 5)
     read = sets["val"](as_batch(tmp_path / "val"))
-    assert np.array_equal(read["image"][0], np.stack([FLOATS[0]] * 3))
+    assert np.allclose(read["image"][0], 2 * np.stack([FLOATS[0]] * 3) - 1)
 
 
 def test_a_picture_turned_by_the_camera(tmp_path):
@@ -210,13 +211,13 @@ def test_a_picture_turned_by_the_camera(tmp_path):
     exif[0x0112] = 6  # stored on its side
     Image.fromarray(PIXELS[0]).save(file, "PNG", exif=exif)
     uri = write_parquet(tmp_path, [file.getvalue()] * 6)
-    sets = ray_images.look(uri)
+    sets = ray_images.inspect_dataset(uri)
     read = sets["train"](as_batch(tmp_path / "train"))
-    assert np.array_equal(read["image"][0, 0], np.rot90(FLOATS[0], -1))
+    assert np.allclose(read["image"][0, 0], 2 * np.rot90(FLOATS[0], -1) - 1)
 
 
 def test_other_images_for_validation(tmp_path):
     write_pictures(tmp_path, parts=("train",))
     write_pictures(tmp_path, parts=("val",), images=PIXELS[:, :3])
     with pytest.raises(ValueError, match=re.escape("are (1, 4, 5) for training and (1, 3, 5) in val")):
-        ray_images.look(str(tmp_path))
+        ray_images.inspect_dataset(str(tmp_path))

@@ -1,4 +1,4 @@
-"""shared.ray_storage: a run's checkpoints in Ray's storage."""
+"""shared.on_ray.storage: a run's checkpoints in Ray's storage."""
 
 import argparse
 import json
@@ -12,16 +12,18 @@ import pyarrow.fs
 import pytest
 import ray
 
-from shared import checkpoint, cli, ray_storage, runs
-from shared.distributed import UsageError, Worker
-from shared.ray_storage import RayRun
+from shared import checkpoint, options, runs, sharded, tasks
+from shared.distributed import Worker
+from shared.errors import UsageError
+from shared.on_ray import storage
+from shared.on_ray.storage import RayRun
 
 
 def save(folder: Path, step: int, **more: object) -> Path:
-    """A checkpoint as `ray_storage.report` leaves it in the storage."""
+    """A checkpoint as `storage.report` leaves it in the storage."""
     path = folder / f"checkpoint-{step:08d}-{len(more)}abc"
     path.mkdir(parents=True)
-    checkpoint.save_atomically({"progress": {"step": step}}, path / ray_storage.STATE_FILE)
+    checkpoint.save_atomically({"progress": {"step": step}}, path / storage.STATE_FILE)
     return path
 
 
@@ -30,27 +32,27 @@ def save_with_shards(folder: Path, step: int) -> Path:
     path = save(folder, step)
     for rank in range(2):
         (path / f"shard-{rank}").write_bytes(bytes(1000))
-    files = checkpoint.check_sums(path)
-    del files[ray_storage.STATE_FILE]
-    checkpoint.save_atomically({"progress": {"step": step}, "files": files}, path / ray_storage.STATE_FILE)
+    files = sharded.file_checksums(path)
+    del files[storage.STATE_FILE]
+    checkpoint.save_atomically({"progress": {"step": step}, "files": files}, path / storage.STATE_FILE)
     return path
 
 
 def snapshot(folder: Path, *names: str) -> Path:
-    path = folder / ray_storage.SNAPSHOT_FILE
+    path = folder / storage.SNAPSHOT_FILE
     path.write_text(json.dumps({"checkpoint_results": [{"checkpoint_dir_name": name} for name in names]}))
     return path
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return cli.ray_parser("").parse_args(words)
+    return options.ray_parser("", [tasks.ImageTask]).parse_args(words)
 
 
 def test_the_newest_readable_checkpoint_is_found(tmp_path):
     older, newer, newest = save(tmp_path, 4), save(tmp_path, 8), save(tmp_path, 12)
     assert RayRun(str(tmp_path)).list_newest_first() == [str(newest), str(newer), str(older)]
-    (newest / ray_storage.STATE_FILE).unlink()
-    state = newer / ray_storage.STATE_FILE
+    (newest / storage.STATE_FILE).unlink()
+    state = newer / storage.STATE_FILE
     state.write_bytes(state.read_bytes()[:-50])
     path, state, skipped = RayRun(str(tmp_path)).load_newest(Worker())
     assert (path, state["progress"]["step"]) == (str(older), 4)
@@ -62,58 +64,59 @@ def test_the_newest_readable_checkpoint_is_found(tmp_path):
 def test_a_worker_never_begins_anew_where_checkpoints_cannot_be_read(resume, stored, tmp_path, monkeypatch):
     """A share that is away for a minute must not cost the run: Ray would delete its checkpoints for the new ones."""
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: stored)
-    args = argparse.Namespace(num_workers=2, folder=str(tmp_path), resume=resume, checked=None)
-    assert ray_storage.newest_state(args, Worker()) == (None, None)
+    run = RayRun(str(tmp_path))
+    run.resumed_from = "a checkpoint" if resume else None
+    assert run.newest_state(Worker()) == (None, None)
     path = save(tmp_path, 4)
-    assert ray_storage.newest_state(args, Worker())[1]["progress"]["step"] == 4
-    (path / ray_storage.STATE_FILE).write_bytes(b"cut off")
+    assert run.newest_state(Worker())[1]["progress"]["step"] == 4
+    (path / storage.STATE_FILE).write_bytes(b"cut off")
     if not resume and stored is None:  # the first upload was cut short
-        assert ray_storage.newest_state(args, Worker()) == (None, None)
+        assert run.newest_state(Worker()) == (None, None)
     else:
         with pytest.raises(OSError, match=f"no readable checkpoint in {tmp_path}: {path.name}"):
-            ray_storage.newest_state(args, Worker())
+            run.newest_state(Worker())
 
 
 def test_a_worker_says_what_it_skips(tmp_path, capsys):
-    args = argparse.Namespace(num_workers=2, folder=str(tmp_path), resume=True, checked=None)
     older, newest = save_with_shards(tmp_path, 4), save_with_shards(tmp_path, 8)
     (newest / "shard-1").write_bytes(b"1" * 1000)
-    assert ray_storage.newest_state(args, Worker())[0] == str(older)
+    assert RayRun(str(tmp_path)).newest_state(Worker())[0] == str(older)
     said = f"[rank 0/1] skipped {newest.name} (damaged: shard-1 in it is not as it was written)\n"
     assert capsys.readouterr().out == said
 
 
 def test_each_rank_checks_its_share_of_the_files(tmp_path, monkeypatch):
-    args = argparse.Namespace(num_workers=3, folder=str(tmp_path), resume=False, checked=None)
-    path = save_with_shards(tmp_path, 4)
+    run, path = RayRun(str(tmp_path)), save_with_shards(tmp_path, 4)
     checked, sent = [], []
     monkeypatch.setattr(RayRun, "verify", lambda run, path, written: checked.append(list(written)))
-    monkeypatch.setattr(ray_storage, "from_rank_zero", lambda value: sent.append(value) or value)
-    assert ray_storage.newest_state(args, Worker(world_size=3))[0] == str(path)
+    monkeypatch.setattr(storage, "from_rank_zero", lambda value: sent.append(value) or value)
+    assert run.newest_state(Worker(world_size=3))[0] == str(path)
     for rank in (1, 2):  # one after the other, with what rank 0 has sent
         received = iter(sent)
-        monkeypatch.setattr(ray_storage, "from_rank_zero", lambda value, received=received: next(received))
-        assert ray_storage.newest_state(args, Worker(rank, world_size=3))[0] == str(path)
+        monkeypatch.setattr(storage, "from_rank_zero", lambda value, received=received: next(received))
+        assert run.newest_state(Worker(rank, world_size=3))[0] == str(path)
     assert checked == [["shard-0"], ["shard-1"], []]
 
 
 def test_a_checkpoint_that_the_driver_has_checked_is_not_read_again(tmp_path, monkeypatch):
     args = arguments("--storage-path", str(tmp_path), "--run-name", "mine", "--resume")
     path = save_with_shards(tmp_path / "mine", 4)
-    state = checkpoint.load(path / ray_storage.STATE_FILE)
-    state["progress"] = {**runs.new_progress(args), "step": 4, "metrics": [{"epoch": 1}]}
-    checkpoint.save_atomically(state, path / ray_storage.STATE_FILE)
-    run, earlier = ray_storage.claim(args, Worker())
-    assert (run.folder, earlier, args.checked) == (str(tmp_path / "mine"), [{"epoch": 1}], str(path))
-    monkeypatch.setattr(checkpoint, "check_sums", None)
-    assert ray_storage.newest_state(args, Worker())[1]["progress"]["step"] == 4
+    state = checkpoint.load(path / storage.STATE_FILE)
+    run = RayRun.from_args(args)
+    state["progress"] = {"step": 4, "metrics": [{"epoch": 1}], "options": run.options}
+    checkpoint.save_atomically(state, path / storage.STATE_FILE)
+    run.claim(args, Worker())
+    assert (run.folder, run.metrics, run.resumed_from) == (str(tmp_path / "mine"), [{"epoch": 1}], str(path))
+    monkeypatch.setattr(sharded, "file_checksums", None)
+    assert run.newest_state(Worker())[1]["progress"]["step"] == 4
 
 
 def test_local_mode_has_nothing_to_resume(tmp_path):
     words = ("--storage-path", str(tmp_path), "--run-name", "mine", "--num-workers", "0")
-    assert ray_storage.claim(arguments(*words), Worker())[1] == []
+    run = RayRun.from_args(arguments(*words))
+    assert run.claim(arguments(*words), Worker()) is None and run.newest_state(Worker()) == (None, None)
     with pytest.raises(ValueError, match="stores no checkpoints"):
-        ray_storage.claim(arguments(*words, "--resume"), Worker())
+        run.claim(arguments(*words, "--resume"), Worker())
 
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
@@ -132,17 +135,20 @@ def test_of_a_checkpoint_in_a_cloud_only_the_small_file_is_fetched(tmp_path, mon
     older, newest = save_with_shards(tmp_path, 4), save_with_shards(tmp_path, 8)
     (newest / "shard-1").write_bytes(bytes(999))
     cloud = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())  # not a LocalFileSystem itself
-    monkeypatch.setattr(ray_storage, "file_system", lambda folder: (cloud, folder))
+    monkeypatch.setattr(storage, "file_system", lambda folder: (cloud, folder))
     path, state, skipped = RayRun("").load_newest(Worker())
     assert (Path(path).name, state["progress"]["step"]) == (older.name, 4)
     assert skipped == [f"{newest.name} (truncated: shard-1 in it is not as it was written)"]
 
 
 def test_a_folder_that_this_node_does_not_see(tmp_path):
-    for num_workers, folder in ((0, tmp_path / "none"), (2, tmp_path), (2, "s3://bucket/runs")):
-        ray_storage.check_folder(argparse.Namespace(num_workers=num_workers, folder=str(folder)))
+    for folder in (tmp_path, "s3://bucket/runs"):
+        RayRun(str(folder)).check_folder()
+    run = RayRun(str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"none is not seen from node .* a folder that all nodes share, or a URI"):
-        ray_storage.check_folder(argparse.Namespace(num_workers=2, folder=str(tmp_path / "none")))
+        run.check_folder()
+    run.local_mode = True
+    run.check_folder()
 
 
 @pytest.mark.parametrize(("write", "stays"), [
@@ -154,7 +160,7 @@ def test_a_folder_that_this_node_does_not_see(tmp_path):
 def test_a_list_that_ray_would_refuse_is_deleted(write, stays, tmp_path):
     write(tmp_path)
     RayRun(str(tmp_path)).make_folder()
-    assert (tmp_path / ray_storage.SNAPSHOT_FILE).exists() == stays
+    assert (tmp_path / storage.SNAPSHOT_FILE).exists() == stays
     assert not (tmp_path / ".writable").exists()
 
 
@@ -168,17 +174,17 @@ def test_a_folder_is_made_and_tried(tmp_path):
 
 def test_the_metrics_file_has_one_line_an_epoch_whatever_is_reported(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    report = ray_storage.MetricsFile(str(path), [{"epoch": 1, "loss": 3.0}])
+    report = storage.MetricsFile(str(path), [{"epoch": 1, "loss": 3.0}])
     for line in ({"epoch": 0}, {"epoch": 2, "loss": 2.0}, {"epoch": 2, "loss": 1.5}, {"epoch": 3, "loss": 1.0}):
         report.after_report(None, [line, {}], None)
     assert [json.loads(line)["loss"] for line in path.read_text().splitlines()] == [3.0, 1.5, 1.0]
-    ray_storage.MetricsFile(None, []).after_report(None, [{"epoch": 1}], None)
+    storage.MetricsFile(None, []).after_report(None, [{"epoch": 1}], None)
 
 
 def test_a_second_controller_goes_on_with_the_metrics_of_the_first(tmp_path):
     path = tmp_path / "metrics.jsonl"
     for epochs in ((1, 2), (3,)):
-        report = ray_storage.MetricsFile(str(path), [])  # as the driver has made it
+        report = storage.MetricsFile(str(path), [])  # as the driver has made it
         for epoch in epochs:
             report.after_report(None, [{"epoch": epoch}], None)
     assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()] == [1, 2, 3]
@@ -186,24 +192,24 @@ def test_a_second_controller_goes_on_with_the_metrics_of_the_first(tmp_path):
 
 def test_what_a_killed_worker_was_writing_is_deleted(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    make = "import os; from shared import ray_storage; folder = ray_storage.new_folder(); os._exit(0)"
+    make = "import os; from shared.on_ray import storage; folder = storage.new_folder(); os._exit(0)"
     environment = {**os.environ, "TMPDIR": str(tmp_path)}
     subprocess.run([sys.executable, "-c", make], env=environment, check=True)
     (left,) = tmp_path.iterdir()
     (left / "slice").write_text("half of it")
     other = tmp_path / left.name.replace("ray-train-checkpoint-", "ray-train-checkpoint-another-host-")
     other.mkdir()
-    with ray_storage.new_folder() as first, ray_storage.new_folder() as second:
+    with storage.new_folder() as first, storage.new_folder() as second:
         assert set(tmp_path.iterdir()) == {Path(first), Path(second), other}
     assert set(tmp_path.iterdir()) == {other}
 
 
 def test_the_run_folder_is_a_path_or_a_uri(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert RayRun.of(arguments("--run-name", "mine")).folder == str(tmp_path / "runs/mine")
+    assert RayRun.from_args(arguments("--run-name", "mine")).folder == str(tmp_path / "runs/mine")
     args = arguments("--storage-path", "s3://bucket/runs/", "--run-name", "mine")
-    assert RayRun.of(args).folder == "s3://bucket/runs/mine"
-    args.run_name = None
-    assert RayRun.of(args).folder.startswith("s3://bucket/runs/" + runs.new_name()[:8])
+    assert RayRun.from_args(args).folder == "s3://bucket/runs/mine"
+    args = arguments("--storage-path", "s3://bucket/runs/")
+    assert RayRun.from_args(args).folder.startswith("s3://bucket/runs/" + runs.new_name()[:8])
     with pytest.raises(UsageError, match="takes no options"):
-        RayRun.of(arguments("--storage-path", "s3://bucket/runs?scheme=http"))
+        RayRun.from_args(arguments("--storage-path", "s3://bucket/runs?scheme=http"))

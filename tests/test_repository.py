@@ -92,6 +92,9 @@ def packages(requirements: Iterable[str]) -> set[str]:
     return {canonicalize_name(Requirement(each).name) for each in requirements}
 
 
+LOCAL = {"shared", "training", "ray_images", "zero"}
+
+
 def imported(path: Path, on_import: bool = False) -> set[str]:
     """The packages of others that a file of `shared` or of the program imports, by the names that an index has them by.
 
@@ -105,7 +108,7 @@ def imported(path: Path, on_import: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             names.append(node.module)
     known_by = {"PIL": "pillow", "sklearn": "scikit-learn", "yaml": "pyyaml"}
-    roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"shared", "training"}
+    roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names - LOCAL
     return {known_by.get(name, name) for name in roots}
 
 
@@ -170,16 +173,25 @@ def test_no_package_index_is_asked_for_a_name_of_the_workshop(folder):
     assert not packages(project(each)["name"] for each in (".", PROGRAM)) & pinned
 
 
-def test_the_workshop_asks_for_what_shared_imports():
+def test_the_workshop_asks_for_what_shared_and_the_training_scripts_import():
+    """Ray and DeepSpeed are extras: no module of `shared` outside of `on_ray` imports them."""
     needed, extras = packages(project(".")["dependencies"]), project(".")["optional-dependencies"]
-    assert needed | packages(chain(*extras.values())) == set().union(*map(imported, SHARED))
+    scripts = [path for chapter in ("01", "02", "03") for path in ROOT.glob(f"{chapter}-*/*.py")]
+    assert needed | packages(chain(*extras.values())) == set().union(*map(imported, [*SHARED, *scripts]))
     assert packages(extras["deepspeed"]) == {"deepspeed"}
-    for path in SHARED:  # a module that does not import Ray can be imported without the extras
-        assert "ray" in imported(path, on_import=True) or imported(path, on_import=True) <= needed, path
+    for path in SHARED:
+        assert path.parent.name in ("on_ray", "checks") or imported(path) <= needed, path
+
+
+def test_importing_shared_never_imports_ray():
+    """Apart from `shared.on_ray`, which is there for that."""
+    names = [f"shared.{path.stem}" for path in SHARED if path.parent.name == "shared" and path.stem != "__init__"]
+    code = f"import sys, {', '.join(names)}; assert not {{'ray', 'deepspeed'}} & sys.modules.keys()"
+    assert len(names) > 12 and subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_program_asks_for_what_it_and_its_part_of_shared_import():
-    left_out = {"plots", "doctor", "measure", "ray_images"}  # as its page says, see test_commands.py
+    left_out = {"plots", "doctor"}  # as its page says, see test_commands.py
     part = [path for path in SHARED if path.stem not in left_out and "checks" not in path.parts]
     needs = set().union(*map(imported, (ROOT / PROGRAM).glob("src/training/*.py")))
     needs |= set().union(*(imported(path, on_import=True) for path in part))
@@ -334,7 +346,7 @@ def set_up(workshop: Path, *arguments: str) -> tuple[subprocess.CompletedProcess
     of_make = ("MAKEFLAGS", "MAKEOVERRIDES", "MFLAGS", "PYTHON", "PIP_ARGS")  # as `make test` sets them for this test
     environment = {name: value for name, value in os.environ.items() if name not in of_make}
     environment["PATH"] = f"{workshop}/.venv/bin:{workshop}/bin:{environment['PATH']}"  # .venv is active
-    command = ["make", ".venv/installed", *arguments]
+    command = ["make", "--no-print-directory", ".venv/installed", *arguments]
     done = subprocess.run(command, cwd=workshop, env=environment, capture_output=True, text=True)
     asked = workshop / "asked"
     return done, asked.read_text().splitlines() if asked.exists() else []

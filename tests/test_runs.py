@@ -8,15 +8,27 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from shared import checkpoint, cli, runs, torchrun_restarts
-from shared.distributed import UsageError, Worker
+from shared import checkpoint, options, runs, tasks
+from shared.distributed import Worker
+from shared.errors import UsageError
+from shared.progress import Limits, Progress, write_metrics
 
 pytestmark = pytest.mark.usefixtures("plain_python")
 
 
 def parse(*words: str):
-    return cli.training_parser("A manual.").parse_args(words)
+    return options.training_parser("A manual.", [tasks.ImageTask]).parse_args(words)
+
+
+def changed(args, **values):
+    """The options of a different command line: they cannot be changed themselves."""
+    return options.Options(**(vars(args) | values))
+
+
+def new_progress(num_samples: int) -> Progress:
+    return Progress(Limits(batch_size=4, epochs=5), Worker(), num_samples, options={"seed": 0})
 
 
 # --- claiming a run --------------------------------------------------------------------------------------------------
@@ -36,18 +48,19 @@ def args(tmp_path):
 
 @pytest.fixture
 def folder(args):
-    return runs.Run.of(args).folder
+    return runs.Run.from_args(args).folder
 
 
 def save_step(folder: Path, step: int, **options) -> Path:
     """A checkpoint of the run in `folder`, as a script with the default options and these would write it."""
     folder.mkdir(parents=True, exist_ok=True)
-    progress = runs.new_progress(parse(*(f"--{name.replace('_', '-')}={value}" for name, value in options.items())))
-    return checkpoint.save_atomically({"progress": {**progress, "step": step}}, checkpoint.path_for_step(folder, step))
+    saved = runs.options_of(parse(*(f"--{name.replace('_', '-')}={value}" for name, value in options.items())))
+    progress = {**new_progress(1280).state_dict(), "step": step, "options": saved}
+    return checkpoint.save_atomically({"progress": progress}, checkpoint.path_for_step(folder, step))
 
 
 def claim(args, folder, restarted=False):
-    return runs.Run(folder, restarted).claim(args, Worker())
+    return runs.Run(folder, runs.options_of(args), restarted).claim(args, Worker())
 
 
 def test_a_run_has_its_folder_under_the_storage_path(args, folder, tmp_path):
@@ -57,7 +70,7 @@ def test_a_run_has_its_folder_under_the_storage_path(args, folder, tmp_path):
 def test_a_run_without_a_name_gets_a_new_one(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["some/where/train_ddp.py"])
     monkeypatch.chdir(tmp_path)
-    folder = runs.Run.of(parse()).folder
+    folder = runs.Run.from_args(parse()).folder
     assert folder.parent == tmp_path / "runs"
     assert folder.name.startswith("train_ddp-20") and folder.name.endswith(f"-{os.getpid()}")
 
@@ -83,7 +96,7 @@ def test_a_run_that_exists_is_refused_before_anything_is_written(args, folder):
         claim(args, folder)
     assert (
         str(caught.value)
-        == f"{folder} holds a run already: add --resume to go on with it, or choose another --run-name"
+        == f"{folder} holds a run already: add --resume to continue it, or choose a different --run-name"
     )
     assert list(folder.iterdir()) == [path]
     assert not Path(args.metrics_out).exists()
@@ -100,17 +113,17 @@ def test_a_run_goes_on_from_its_newest_readable_checkpoint(args, folder, how, ca
     for step in (20, 40, 60):
         path = save_step(folder, step)
     path.write_bytes(path.read_bytes()[:-50])
-    args.resume = how == "--resume"
+    args = changed(args, resume=how == "--resume")
     assert claim(args, folder, restarted=not args.resume)["progress"]["step"] == 40
     assert capsys.readouterr().out.splitlines() == [
-        "[rank 0/1] skipped checkpoint-00000060.pt (truncated or no checkpoint at all)",
+        "[rank 0/1] skipped checkpoint-00000060.pt (truncated, or not a checkpoint)",
         f"[rank 0/1] resuming from {folder / 'checkpoint-00000040.pt'}",
     ]
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_with_nothing_readable_resume_is_an_error(args, folder, broken, capsys):
-    args.resume = True
+    args = changed(args, resume=True)
     if broken:
         save_step(folder, 20).write_bytes(b"cut off")
     with pytest.raises(ValueError, match=f"nothing to resume: no readable checkpoint in {folder}"):
@@ -120,13 +133,13 @@ def test_with_nothing_readable_resume_is_an_error(args, folder, broken, capsys):
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_restart_by_torchrun_before_the_first_checkpoint_begins_anew(args, folder, resume, capsys):
-    args.resume = resume
+    args = changed(args, resume=resume)
     assert claim(args, folder, restarted=True) is None
-    assert "restarted before anything was saved: beginning anew" in capsys.readouterr().out
+    assert "restarted before anything was saved: starting from scratch" in capsys.readouterr().out
 
 
 def test_a_restart_by_torchrun_on_a_host_that_has_no_checkpoint_is_refused(args, folder):
-    run = runs.Run(folder, restarted=True, saved_step=40)
+    run = runs.Run(folder, runs.options_of(args), restarted=True, saved_step=40)
     wanted = f"the checkpoint after step 40 is not in {folder} on .*: give all nodes a --storage-path that they share"
     with pytest.raises(ValueError, match=wanted):
         run.claim(args, Worker())
@@ -139,19 +152,19 @@ def test_a_restart_by_torchrun_on_a_host_that_has_no_checkpoint_is_refused(args,
 
 def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monkeypatch):
     """The processes that an agent starts again have the same parent, here this test's own."""
-    args.run_name = None
+    args = changed(args, run_name=None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    torchrun_restarts.note(folder, -1)
-    again = runs.Run.of(args)
+    runs.write_note(folder, -1)
+    again = runs.Run.from_args(args)
     assert (again.folder, again.restarted, again.saved_step) == (folder, True, -1)
     again.save({"progress": {"step": 10}}, Worker(rank=1))  # another node's first save: it knows the run, and no step
-    assert runs.Run.of(args).saved_step == -1
+    assert runs.Run.from_args(args).saved_step == -1
     again.saved_step = -1
     again.save({"progress": {"step": 20}}, Worker())
     again.save({"progress": {"step": 40}}, Worker(rank=1))  # another node, to which step 40 is not yet certain
-    assert runs.Run.of(args).saved_step == 20
+    assert runs.Run.from_args(args).saved_step == 20
     monkeypatch.setattr(os, "getppid", os.getpid)
-    other = runs.Run.of(args)
+    other = runs.Run.from_args(args)
     assert (other.folder == folder, other.restarted) == (False, False)
 
 
@@ -162,15 +175,15 @@ def test_a_restart_by_torchrun_never_writes_over_checkpoints_that_it_cannot_read
 
 
 def test_resume_needs_a_name(args, folder):
-    args.resume, args.run_name = True, None
+    args = changed(args, resume=True, run_name=None)
     with pytest.raises(ValueError, match="--resume needs the --run-name"):
         claim(args, folder)
 
 
 def test_a_storage_path_that_is_a_url_is_refused(args):
-    args.storage_path = "s3://bucket/runs"
+    args = changed(args, storage_path="s3://bucket/runs")
     with pytest.raises(UsageError, match="--storage-path s3://bucket/runs"):
-        runs.Run.of(args)
+        runs.Run.from_args(args)
 
 
 def test_a_storage_path_that_cannot_be_made_is_a_clear_error(args, folder):
@@ -202,7 +215,7 @@ def test_a_metrics_file_that_cannot_be_written_is_a_clear_error(args, folder, in
 @pytest.mark.parametrize(("name", "saved"), [("model", "mlp"), ("dataset", "synthetic")])
 def test_a_checkpoint_of_another_model_or_data_set_is_refused(args, folder, name, saved):
     path = save_step(folder, 20, **{name: saved})
-    args.resume = True
+    args = changed(args, resume=True)
     with pytest.raises(ValueError) as caught:
         claim(args, folder)
     assert str(caught.value) == f"{path} is of --{name} {saved}, and this run asks for --{name} {getattr(args, name)}"
@@ -214,23 +227,25 @@ def test_a_checkpoint_of_another_program_is_refused(args, folder, progress):
     folder.mkdir(parents=True)
     state = {} if progress is None else {"progress": progress}
     path = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, 20))
-    args.resume = True
+    args = changed(args, resume=True)
     with pytest.raises(ValueError, match=str(path)):
         claim(args, folder)
 
 
 def test_other_options_than_before_are_noted(args, folder, capsys):
     save_step(folder, 20, lr=0.5, batch_size=32)
-    args.resume = True
+    args = changed(args, resume=True)
     assert claim(args, folder)["progress"]["step"] == 20
-    ignored, changed = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
-    assert "--lr 0.001 is ignored: the run goes on with its own schedule, 0.5" in ignored
-    assert "batch_size 32 -> 64" in changed and "lr" not in changed and "seed" not in changed
+    other, ignored = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
+    assert ignored.endswith(
+        "note: lr 0.001 is ignored: optimizer and schedule are restored; the run was started with 0.5"
+    )
+    assert other.endswith("note: batch_size 64; the run was started with 32")
 
 
 def test_more_epochs_are_no_other_options(args, folder, capsys):
     save_step(folder, 20)
-    args.resume, args.epochs = True, 50
+    args = changed(args, resume=True, epochs=50)
     claim(args, folder)
     assert "note" not in capsys.readouterr().out
 
@@ -239,87 +254,139 @@ def test_more_epochs_are_no_other_options(args, folder, capsys):
 
 
 def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
-    progress = runs.new_progress(parse())
-    runs.record_steps(progress, [3.0, 2.0], [4, 4], 2.0)
-    runs.record_steps(progress, [1.0], [2], 0.5)
-    line = runs.finish_epoch(progress, 10, {"val_loss": 0.5})
+    progress, new = new_progress(10), new_progress(10).state_dict()
+    progress.record_steps([3.0, 2.0], [4, 4], 2.0)
+    assert progress.inside_epoch
+    progress.record_steps([1.0], [2], 0.5)
+    assert not progress.inside_epoch
+    line = progress.finish_epoch({"val_loss": 0.5})
     assert line == {
         "epoch": 1, "train_loss": (3 * 4 + 2 * 4 + 1 * 2) / 10, "val_loss": 0.5,
         "step_losses": [3.0, 2.0, 1.0], "samples_seen": 10, "samples_per_second": 10 / 2.5,
     }  # fmt: skip
-    assert progress == {
-        **runs.new_progress(parse()), "step": 3, "epoch": 1, "metrics": [line],
-    }  # fmt: skip
-    runs.record_steps(progress, [0.5], [10], 1.0)
-    assert runs.finish_epoch(progress, 10, {"val_loss": 0.5})["epoch"] == 2
+    assert progress.state_dict() == {**new, "step": 3, "epoch": 1, "metrics": [line]}
+    progress.record_steps([0.5], [10], 1.0)
+    assert progress.finish_epoch({"val_loss": 0.5})["epoch"] == 2
     assert line["step_losses"] == [3.0, 2.0, 1.0]  # the second epoch did not write into the first one's line
-    assert [line["epoch"] for line in progress["metrics"]] == [1, 2]
+    assert [line["epoch"] for line in progress.metrics] == [1, 2]
+
+
+def test_a_progress_continues_from_what_was_saved():
+    progress, other = new_progress(10), new_progress(10)
+    progress.record_steps([3.0], [4], 2.0)
+    other.load_state_dict(progress.state_dict())
+    assert other.state_dict() == progress.state_dict() and other.step == 1
+    assert set(progress.state_dict()) == {
+        "step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "epoch", "max_steps", "finished"), [
+    (0, 0, None, False), (14, 4, None, False), (15, 5, None, True), (7, 2, 7, True), (6, 2, 7, False), (9, 3, 7, True),
+])  # fmt: skip
+def test_a_run_is_finished_after_its_epochs_or_its_steps(step, epoch, max_steps, finished):
+    progress = new_progress(10)
+    progress.limits = Limits(batch_size=4, epochs=5, max_steps=max_steps)
+    progress.step, progress.epoch = step, epoch
+    assert progress.finished == finished
+    assert progress.last_step == (max_steps or 15)
+
+
+@pytest.mark.parametrize(("rank", "quiet", "prints"), [(0, False, True), (0, True, False), (1, False, False)])
+def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsys):
+    """Every few seconds: the steps, this rank's own loss since the last line, the speed and the time left."""
+    clock = iter(range(0, 100, 2))
+    monkeypatch.setattr("shared.progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("shared.progress.LINE_EVERY_S", 3)
+    progress = Progress(Limits(4, epochs=2, quiet=quiet), Worker(rank, world_size=2), 12, options={})
+    progress.begin_part()  # at 0 s
+    for loss in (1.0, 2.0, 3.0):
+        progress.add_step(torch.tensor(loss / 2), 4)  # this rank's share of the mean over two ranks
+    lines = capsys.readouterr().out.splitlines()
+    if not prints:
+        assert lines == []
+        return
+    # Looked at after 2 s and 4 s: two steps in 6 s, when the line is printed. Then again after two more looks.
+    assert lines[0] == "[rank 0/2] epoch 1/2  step 2 of 6  loss of rank 0 alone 1.5000  1 samples/s  0:00:12 left"
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_in_a_notebook_a_bar_takes_the_place_of_the_lines(quiet, monkeypatch, capsys):
+    monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
+    monkeypatch.setattr("shared.progress.LINE_EVERY_S", 0)
+    progress = Progress(Limits(4, epochs=2, quiet=quiet), Worker(), 12, options={})
+    progress.begin_part()
+    for _ in range(3):
+        progress.add_step(torch.tensor(1.0), 4)
+    progress.end_part()
+    out, err = capsys.readouterr()
+    assert out == "" and ("steps:" in err and "/6" in err) != quiet and (quiet is False or err == "")
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_training_that_diverges_ends_and_nothing_is_noted(loss):
-    progress = runs.new_progress(parse())
-    runs.record_steps(progress, [3.0], [4], 1.0)
-    before = {**progress}
+    progress = new_progress(4)
+    progress.record_steps([3.0], [4], 1.0)
+    before = progress.state_dict()
     with pytest.raises(UsageError, match=f"the loss of step 3 is {loss}"):
-        runs.record_steps(progress, [2.0, loss], [4, 4], 1.0)
-    assert progress == before
+        progress.record_steps([2.0, loss], [4, 4], 1.0)
+    assert progress.state_dict() == before
     # Only the last step's weights are spoilt: no loss has seen them yet.
     with pytest.raises(UsageError, match=f"val_loss is {loss}"):
-        runs.finish_epoch(progress, 4, {"val_loss": loss})
-    assert progress == before
+        progress.finish_epoch({"val_loss": loss})
+    assert progress.state_dict() == before
 
 
 def test_an_epoch_cut_short_stays_the_current_one_and_its_line_is_replaced():
-    progress = runs.new_progress(parse())
-    runs.record_steps(progress, [3.0], [4], 1.0)
-    cut = runs.finish_epoch(progress, 10, {"val_loss": 0.5})
+    progress = new_progress(10)
+    progress.record_steps([3.0], [4], 1.0)
+    cut = progress.finish_epoch({"val_loss": 0.5})
     assert (cut["samples_seen"], cut["train_loss"]) == (4, 3.0)
-    assert (progress["epoch"], progress["position"], progress["step"]) == (0, 4, 1)
+    assert (progress.epoch, progress.position, progress.step) == (0, 4, 1)
 
-    runs.record_steps(progress, [2.0, 1.0], [4, 2], 1.0)
-    line = runs.finish_epoch(progress, 10, {"val_loss": 0.5})
-    assert progress["metrics"] == [line]
+    progress.record_steps([2.0, 1.0], [4, 2], 1.0)
+    line = progress.finish_epoch({"val_loss": 0.5})
+    assert progress.metrics == [line]
     assert cut["step_losses"] == [3.0]  # a line that was handed out does not change any more
     assert (line["epoch"], line["samples_seen"], line["step_losses"]) == (1, 10, [3.0, 2.0, 1.0])
     assert line["train_loss"] == pytest.approx(2.2)
-    assert (progress["epoch"], progress["position"], progress["step"]) == (1, 0, 3)
+    assert (progress.epoch, progress.position, progress.step) == (1, 0, 3)
 
 
 def test_as_many_losses_as_counts():
     with pytest.raises(ValueError):
-        runs.record_steps(runs.new_progress(parse()), [1.0, 2.0], [4], 1.0)
+        new_progress(4).record_steps([1.0, 2.0], [4], 1.0)
 
 
 def test_metrics_are_one_json_line_an_epoch_and_replaced_as_a_whole(tmp_path):
     path = tmp_path / "m.jsonl"
     lines = [{"epoch": 1, "train_loss": 0.1 + 0.2}, {"epoch": 2, "train_loss": 1e-17}]
-    runs.write_metrics(path, lines)
-    runs.write_metrics(str(path), lines)
+    write_metrics(path, lines)
+    write_metrics(str(path), lines)
     assert [json.loads(line) for line in path.read_text().splitlines()] == lines  # floats to the last bit
-    runs.write_metrics(path, lines[:1])
+    write_metrics(path, lines[:1])
     assert len(path.read_text().splitlines()) == 1
     assert [file.name for file in tmp_path.iterdir()] == ["m.jsonl"]
-    runs.write_metrics(None, lines)
+    write_metrics(None, lines)
 
 
 @pytest.mark.parametrize("where", ["write_text", "replace"])
 def test_a_crash_while_writing_metrics_leaves_the_old_ones(tmp_path, monkeypatch, where):
     path = tmp_path / "m.jsonl"
-    runs.write_metrics(path, [{"epoch": 1}])
+    write_metrics(path, [{"epoch": 1}])
 
     def crash(*_):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(*{"write_text": (Path, "write_text"), "replace": (os, "replace")}[where], crash)
     with pytest.raises(OSError):
-        runs.write_metrics(path, [{"epoch": 1}, {"epoch": 2}])
+        write_metrics(path, [{"epoch": 1}, {"epoch": 2}])
     assert path.read_text() == '{"epoch": 1}\n'
 
 
 def test_an_epoch_in_words():
     line = {"epoch": 2, "train_loss": 0.12345, "val_loss": 0.5, "val_accuracy": 0.97654, "samples_per_second": 321.7}
-    assert runs.describe(line, 5) == (
+    assert new_progress(4).describe(line) == (
         "epoch 2/5  train_loss 0.1235  val_loss 0.5000  val_accuracy 0.977  322 samples/s"
     )
 
@@ -358,7 +425,7 @@ def test_the_resume_command_starts_as_many_processes(monkeypatch):
     assert runs.Run("runs/mine").resume_command() == "the same command on every node, with --run-name mine --resume"
 
 
-def test_the_farewell_names_what_is_saved(tmp_path):
-    assert runs.Run(tmp_path).farewell() == "nothing was saved yet"
+def test_the_hint_names_what_is_saved(tmp_path):
+    assert runs.Run(tmp_path).resume_hint() == "nothing was saved yet"
     path = save_step(tmp_path, 20)
-    assert runs.Run(tmp_path).farewell() == f"{path} is saved; go on with: {runs.Run(tmp_path).resume_command()}"
+    assert runs.Run(tmp_path).resume_hint() == f"{path} is saved; continue with: {runs.Run(tmp_path).resume_command()}"

@@ -41,8 +41,9 @@ def test_a_commit_that_computes_something_else_is_named(tmp_path, monkeypatch, c
     """A checkout in which Adam's moments decay differently: its first step, and so its first two losses, are equal."""
     for name in ("shared", "01-ddp-pytorch-only"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__", "runs", "data"))
-    script = tmp_path / small_runs.DDP
-    script.write_text(script.read_text().replace("lr=args.lr)", "lr=args.lr, betas=(0.9, 0.99))"))
+    task = tmp_path / "shared/tasks.py"
+    assert task.read_text().count("Adam(model.parameters(), lr=self.args.lr)") == 1
+    task.write_text(task.read_text().replace("lr=self.args.lr)", "lr=self.args.lr, betas=(0.9, 0.99))"))
     monkeypatch.setattr(small_runs, "RUNS", {"one process": small_runs.RUNS["one process"]})
     inputs = small_runs.write_inputs(tmp_path / "inputs")
     assert small_runs.compare(str(ROOT), str(tmp_path), inputs, "mlp") == 1

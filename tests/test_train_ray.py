@@ -23,7 +23,7 @@ from runs import (
 )
 from small_runs import UNEVEN
 
-from shared import data
+from shared import datasets
 
 SCRIPT = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
 DIES_WHILE_STARTING = ROOT / "tests/dies_while_starting.py"
@@ -65,7 +65,7 @@ def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, t
     controller.kill()
     assert run.finish() == 0, run.text
     assert "again from the newest checkpoint (1 of 3)" in run.text and "(2 of 3)" in run.text, run.text
-    assert run.text.count("going on after step") == 1, run.text
+    assert run.text.count("continuing after step") == 1, run.text
     assert_on_record("Ray Train, 2 workers", run.metrics()[:2])
     assert_same_losses(one_process, run.metrics()[:2])
     assert_bit_for_bit(run.metrics(), by_torchrun)
@@ -77,7 +77,7 @@ def test_four_workers_and_a_damaged_checkpoint(on_cluster, one_process, options,
 
     (A worker and the driver are killed in lesson 2.4, whose run ends where torchrun's ends, bit for bit.)
     """
-    options = (*options, "--save-every-steps", 6)
+    options = (*options, "--save-every-steps", 6, "--quiet")
     run = fork(tmp_path, *options, "--num-workers", 4)
     assert run.finish() == 0, run.text
     assert f"joined the Ray cluster at {on_cluster}: 4 CPUs and no GPU" in run.text
@@ -91,7 +91,9 @@ def test_four_workers_and_a_damaged_checkpoint(on_cluster, one_process, options,
     undisturbed, damaged = run.metrics(), newest(tmp_path)
     shutil.copy(damaged, tmp_path / "undisturbed.pt")
     damaged.write_bytes(damaged.read_bytes()[:100_000])
-    assert "add --resume to go on" in refused_here(SCRIPT, *options, "--num-workers", 4, "--storage-path", tmp_path)
+    assert "add --resume to continue it" in refused_here(
+        SCRIPT, *options, "--num-workers", 4, "--storage-path", tmp_path
+    )
     again = fork(tmp_path, *options, "--num-workers", 4, "--resume")
     assert again.finish() == 0, again.text
     assert again.text.count("[driver] skipped checkpoint-00000008") == 1, again.text
@@ -119,9 +121,9 @@ def test_a_signal_ends_the_run_and_all_of_ray(one_process, options, tmp_path):
 
 
 @pytest.mark.parametrize(("args", "words"), [
-    (["--num-workers", "-1"], "-1 is below 0"),
+    (["--num-workers", "-1"], "'-1' is not a number of workers, 0 or more"),
     (["--num-workers", "0", "--resume", "--run-name", "run"], "stores no checkpoints"),
-    (["--num-workers", "0:2"], "0:2 is not MIN:MAX with 1 <= MIN <= MAX"),
+    (["--num-workers", "0:2"], "'0:2' is not a number of workers, 0 or more, or MIN:MAX with 1 <= MIN <= MAX"),
     (["--num-workers", "1:3"], "64 is not divisible by every number of ranks from 1 to 3; use 60 or 66"),
     (["--num-workers", "4", "--batch-size", "130"], "130 is not divisible by 4 ranks; use 128 or 132"),
     (["--dataset", "cats"], "invalid choice: 'cats'"),
@@ -135,8 +137,8 @@ def test_bad_input(args, words, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("args", "words"), [
-    (["--num-workers", "1:2"], "1:2: this script trains with one number of workers, not MIN:MAX"),
-    (["--save-every-steps", "5"], "--save-every-steps: with Ray Data an epoch that was cut short begins again"),
+    (["--num-workers", "1:2"], "'1:2' is not a number of workers, 0 or more (this script takes no MIN:MAX)"),
+    (["--save-every-steps", "5"], "--save-every-steps: with Ray Data an epoch that was cut short starts again"),
 ])  # fmt: skip
 def test_what_ray_data_does_not_serve(args, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -160,7 +162,7 @@ def test_ray_data_on_a_folder_of_pictures(on_cluster, small_mnist, tmp_path):
     An epoch is cut short and begun again: each sample is dealt once, in every epoch. Then a picture is damaged. (Data
     sets by name on two workers, and that they learn as much as a DataLoader's within one point: lesson 2.3.)
     """
-    splits = data.load("mnist", small_mnist)
+    splits = datasets.load("mnist", small_mnist)
     for part, (images, labels) in (("train", splits.train.tensors), ("val", splits.val.tensors)):
         for number, (image, label) in enumerate(zip(images, labels.tolist(), strict=True)):
             path = tmp_path / f"pictures/{part}/digit-{label}/{number}.png"

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -11,8 +12,12 @@ import pytest
 import torch
 from runs import ROOT, Fork, refused, refused_here, train
 
-from shared import data, measure, models
+import zero
+from shared import datasets, measure, models
+from shared.distributed import Worker
+from shared.progress import Limits, Progress
 
+DDP = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
 FSDP2 = ROOT / "03-fsdp-deepspeed/train_ray_fsdp2.py"
 DEEPSPEED = ROOT / "03-fsdp-deepspeed/train_ray_deepspeed.py"
 NUM_PARAMETERS = sum(parameter.numel() for parameter in models.GPT(models.GPT_PRESETS["nano"]).parameters())
@@ -27,7 +32,7 @@ def one_process(tmp_path_factory) -> dict:
     """The metrics of 20 steps in one process, unsharded, by precision."""
     return {
         precision: train(0, tmp_path_factory.mktemp("one"), *LOCAL, *STEPS, "--precision", precision,
-            "--strategy", "ddp", script=FSDP2)[0]
+            "--dataset", "text", script=DDP)[0]
         for precision in ("fp32", "fp64")
     }  # fmt: skip
 
@@ -92,7 +97,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     assert run.finish() == 0, run.text
     before = run.metrics()
     if script == DEEPSPEED:
-        assert run.text.count("going on after step 20") == 1, run.text
+        assert run.text.count("continuing after step 20") == 1, run.text
         measured = ("samples_per_second", "tokens_per_second", "peak_memory_bytes")
         computed = [[{**line, **dict.fromkeys(measured)} for line in each.metrics()] for each in (run, undisturbed)]
         assert computed[0] == computed[1]
@@ -104,9 +109,11 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
     # With the schedule that it was started with: halved after the first epoch the last losses would be others.
     again = Fork(0, tmp_path, *options, "--num-workers", 1, "--resume", "--lr-step-size", 1, script=script)
     assert again.finish() == 0, again.text
-    assert "note: --lr-step-size 1 is ignored: the run goes on with its own schedule, 2" in again.text
+    assert (
+        "note: lr_step_size 1 is ignored: optimizer and schedule are restored; the run was started with 2" in again.text
+    )
     assert f"skipped {damaged.name} (truncated" in again.text
-    assert f"going on after step {resumed_from}" in again.text
+    assert f"continuing after step {resumed_from}" in again.text
     assert again.metrics()[0]["step_losses"] == before[0]["step_losses"]
     assert again.metrics()[1]["step_losses"] == pytest.approx(before[1]["step_losses"], rel=tolerance)
 
@@ -122,14 +129,19 @@ def deepspeed_script() -> ModuleType:
 
 def test_the_learning_rate_is_the_epochs_also_where_a_resumed_run_has_another_batch(deepspeed_script):
     """1,280 windows, halved every two epochs: what DeepSpeed counts on is the steps of the batch before."""
-    begun = {"epoch": 0, "position": 0, "step": 0}
-    factor = deepspeed_script.schedule(Namespace(batch_size=64, lr_step_size=2), begun, 1280)
+
+    def factor_of(batch_size: int, epoch: int, position: int, step: int) -> Callable[[int], float]:
+        progress = Progress(Limits(batch_size, epochs=9), Worker(), 1280, options={"lr_step_size": 2})
+        progress.load_state_dict(progress.state_dict() | {"epoch": epoch, "position": position, "step": step})
+        return deepspeed_script.schedule(progress)
+
+    factor = factor_of(64, 0, 0, 0)
     assert [factor(step) for step in (0, 39, 40, 79, 80)] == [1, 1, 0.5, 0.5, 0.25]
     for batch_size, per_epoch in ((128, 10), (32, 40), (64, 20)):
-        for progress in ({"epoch": 2, "position": 0, "step": 40}, {"epoch": 2, "position": 640, "step": 50}):
-            factor = deepspeed_script.schedule(Namespace(batch_size=batch_size, lr_step_size=2), progress, 1280)
-            rest = 2 * per_epoch - progress["position"] // batch_size  # until the next halving
-            assert [factor(progress["step"] + more) for more in (0, rest - 1, rest)] == [0.5, 0.5, 0.25]
+        for position, step in ((0, 40), (640, 50)):
+            factor = factor_of(batch_size, 2, position, step)
+            rest = 2 * per_epoch - position // batch_size  # until the next halving
+            assert [factor(step + more) for more in (0, rest - 1, rest)] == [0.5, 0.5, 0.25]
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +188,9 @@ def test_saved_by_four_ranks_and_loaded_by_two_and_by_one(name, sharded_states):
     (FSDP2, ["--precision", "fp16"], "invalid choice: 'fp16'"),
     (FSDP2, ["--text-file", "none.txt"], "none.txt"),
     (FSDP2, ["--offload"], "there are no GPUs"),
-    (FSDP2, ["--strategy", "ddp", "--precision", "bf16"], "--strategy ddp is there to compare"),
+    (FSDP2, ["--strategy", "ddp"], "'ddp' is not fsdp2; for DDP use train_ray_ddp.py --dataset text"),
+    (FSDP2, ["--dataset", "digits"], "invalid choice: 'digits'"),
+    (DDP, ["--dataset", "text", "--model", "mlp"], "--model mlp does not train on --dataset text; use gpt"),
     (FSDP2, ["--text-file", __file__, "--preset", "1b"], "bytes; a context of 2048 needs"),
     (FSDP2, ["--model", "resnet18"], "invalid choice: 'resnet18'"),
 ])  # fmt: skip
@@ -199,7 +213,7 @@ def test_bad_input(script, args, words, tmp_path, monkeypatch):
     ([], "it must hold an object of settings"),
     ('{"zero_optimization": ', "Expecting value: line 1 column 23"),
 ])  # fmt: skip
-def test_contradicting_settings(settings, words, deepspeed_script, tmp_path):
+def test_contradicting_settings(settings, words, tmp_path):
     path = tmp_path / "ds.json"
     if isinstance(settings, dict):
         settings = json.loads((ROOT / "03-fsdp-deepspeed/ds_config.json").read_text()) | settings
@@ -207,7 +221,7 @@ def test_contradicting_settings(settings, words, deepspeed_script, tmp_path):
     if "train_batch_size" in settings:  # one of them as a user meets it
         assert words in refused(0, tmp_path, "--ds-config", path, script=DEEPSPEED)
     with pytest.raises(ValueError, match=f"{path}: .*{re.escape(words)}"):
-        deepspeed_script.read_settings(arguments(path), world_size=2)
+        zero.read_settings(arguments(path), world_size=2)
 
 
 def arguments(path: Path, **more: object) -> Namespace:
@@ -215,11 +229,11 @@ def arguments(path: Path, **more: object) -> Namespace:
     return Namespace(ds_config=str(path), **{**values, **more})
 
 
-def test_settings_of_ones_own_stay(deepspeed_script, tmp_path):
+def test_settings_of_ones_own_stay(tmp_path):
     path = tmp_path / "ds.json"
     own = {"fp16": {"hysteresis": 4}, "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
     path.write_text(json.dumps(own))
-    settings = deepspeed_script.read_settings(arguments(path, precision="fp16", offload=True), world_size=2)
+    settings = zero.read_settings(arguments(path, precision="fp16", offload=True), world_size=2)
     assert settings["fp16"] == {"hysteresis": 4, "enabled": True} and settings["bf16"] == {"enabled": False}
     assert settings["zero_optimization"] == own["zero_optimization"]
     assert settings["optimizer"] == {"type": "AdamW", "params": {"lr": 1e-3}}
@@ -227,7 +241,7 @@ def test_settings_of_ones_own_stay(deepspeed_script, tmp_path):
 
 
 def test_text_windows_are_fixed():
-    one, other = data.text(64), data.text(64)
+    one, other = datasets.text(64), datasets.text(64)
     assert torch.equal(one.train.tensors[0], other.train.tensors[0])
     tokens, targets = one.train.tensors
     assert tokens.shape == targets.shape == (1280, 64) and tokens.max() < 256

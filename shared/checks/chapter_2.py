@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shared import data, models
+from shared import models, sampling
 from shared.checks.machinery import Wrong, exercise, expect_close
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def exercise_2_1b(start_epoch: Callable) -> None:
     dataset = TensorDataset(torch.arange(8))
     for sampler, whose in (
         (DistributedSampler(dataset, 2, 0), "Ray's own sampler, a DistributedSampler"),
-        (data.UnpaddedDistributedSampler(dataset, 1, 0), "our own sampler on one worker"),
+        (sampling.UnpaddedDistributedSampler(dataset, 1, 0), "our own sampler on one worker"),
         (None, "the loader of one worker without a sampler of ours"),
     ):
         loader = DataLoader(dataset, 2, shuffle=sampler is None, sampler=sampler)

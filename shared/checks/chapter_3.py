@@ -191,7 +191,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from shared import data, distributed, measure, models
+from shared import datasets, distributed, measure, models
 
 class Gathers(TorchDispatchMode):
     number = 0
@@ -205,7 +205,7 @@ spec = importlib.util.spec_from_file_location("exercise", script)
 exercise = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(exercise)
 worker = distributed.join()
-images, labels = data.digits().train[:8]
+images, labels = datasets.digits().train[:8]
 mine = slice(worker.rank, None, worker.world_size)
 torch.manual_seed(0)
 plain, model = models.resnet18().double(), models.resnet18().double()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from shared import data, models
+from shared import datasets, models, sampling
 from shared.checks.chapter_1 import run_ranks
 from shared.checks.machinery import Wrong, exercise
 
@@ -36,11 +36,11 @@ def exercise_5_1a(suspicious: Callable[[dict, list, list], list[str]]) -> None:
 
 def one_process() -> tuple[list[float], float]:
     """What exercise 5.1b computes, in one process: the loss of each batch of 64, and the validation accuracy."""
-    splits, losses = data.load("digits"), []
+    splits, losses = datasets.load("digits"), []
     torch.manual_seed(7)
     model = models.MLP(input_dim=64, hidden_dim=64, dropout=0.5).double().eval()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    order = list(data.UnpaddedDistributedSampler(splits.train, 1, 0, shuffle=True, seed=7))
+    order = list(sampling.UnpaddedDistributedSampler(splits.train, 1, 0, shuffle=True, seed=7))
     images, labels = splits.train.tensors
     for part in torch.tensor(order).split(64):
         loss = F.cross_entropy(model(images[part].double()), labels[part])

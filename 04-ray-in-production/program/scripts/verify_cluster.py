@@ -22,7 +22,6 @@ import sys
 import tempfile
 import time
 import uuid
-from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -37,8 +36,12 @@ import torch.distributed as dist
 from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shared import checkpoint, cli, cluster, ray_storage
-from shared.distributed import UsageError, gather_objects
+from shared import checkpoint, script
+from shared.distributed import gather_objects
+from shared.errors import UsageError
+from shared.on_ray import cluster, workers
+from shared.on_ray.storage import STATE_FILE, report
+from shared.options import positive_int
 
 PACKAGES = ("ray", "torch", "numpy", "pyarrow")
 CLOCKS_S = 1.0  # two clocks may differ by so much: checkpoints are told apart by name, logs by time
@@ -74,7 +77,7 @@ def look_around(storage: str, name: str) -> dict:
 
 def train_worker(config: dict) -> list[dict]:
     """Runs on each worker: some steps of DDP, an all-reduce that is timed, a checkpoint; on a second try it goes on."""
-    worker, first = cluster.worker(), 0
+    worker, first = workers.current_worker(), 0
     rank, device = worker.rank, worker.device
     torch.manual_seed(rank)  # DDP has to make them equal
     model = ray.train.torch.prepare_model(torch.nn.Linear(256, 256))
@@ -87,7 +90,7 @@ def train_worker(config: dict) -> list[dict]:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.1 * parameter.grad
-        ray_storage.report({"progress": {"step": step}}, {"step": step}, worker)
+        report({"progress": {"step": step}}, {"step": step}, worker)
         if config["kill"] and step == KILLED_AFTER and first == 0 and rank == worker.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -116,7 +119,7 @@ def train_worker(config: dict) -> list[dict]:
 def step_in(stored: ray.train.Checkpoint) -> int:
     """The step in a checkpoint."""
     with stored.as_directory() as folder:
-        return checkpoint.load(Path(folder) / ray_storage.STATE_FILE)["progress"]["step"]
+        return checkpoint.load(Path(folder) / STATE_FILE)["progress"]["step"]
 
 
 def keep_busy(device: torch.device, seconds: float) -> int | None:
@@ -158,24 +161,24 @@ def main() -> None:
     parser.add_argument("storage", type=os.path.abspath, help="the folder that training is to use, on all nodes")
     parser.add_argument("--all", action="store_true", help="kill a worker too, and keep GPUs busy: a minute more")
     parser.add_argument("--json", action="store_true", help="print the items as JSON, and nothing else")
-    parser.add_argument("--nodes", type=cli.positive_int, help="how many nodes there should be (default: any number)")
-    parser.add_argument("--patience", type=cli.positive_int, default=60, metavar="SECONDS",
+    parser.add_argument("--nodes", type=positive_int, help="how many nodes there should be (default: any number)")
+    parser.add_argument("--patience", type=positive_int, default=60, metavar="SECONDS",
         help="how long a node's first worker process, or a rank, may let us wait (default: %(default)s)")  # fmt: skip
-    options = parser.parse_args()
-    if not os.path.isdir(options.storage):
-        raise UsageError(f"{options.storage} is no folder on this machine")
-    asked, out = Namespace(num_workers=1, use_gpu=None), sys.stdout
+    args = parser.parse_args()
+    if not os.path.isdir(args.storage):
+        raise UsageError(f"{args.storage} is no folder on this machine")
+    out = sys.stdout
     with contextlib.redirect_stdout(sys.stderr):  # what Ray says; standard output holds the items alone
-        cluster.start(asked)
-        checklist = Checklist(None if options.json else out)
-        with tempfile.TemporaryDirectory(prefix=".verify-", dir=options.storage, ignore_cleanup_errors=True) as folder:
+        use_gpu = cluster.start(1)
+        checklist = Checklist(None if args.json else out)
+        with tempfile.TemporaryDirectory(prefix=".verify-", dir=args.storage, ignore_cleanup_errors=True) as folder:
             os.chmod(folder, 0o777)
-            if ask_nodes(checklist, options, Path(folder).name):
-                train(checklist, options, folder, asked.use_gpu)
+            if ask_nodes(checklist, args, Path(folder).name):
+                train(checklist, args, folder, use_gpu)
             else:
                 checklist.note("training", not_tried)
     failed = sum(not item["ok"] for item in checklist.items)
-    words = json.dumps(checklist.items, indent=1) if options.json else f"{len(checklist.items)} items, {failed} failed"
+    words = json.dumps(checklist.items, indent=1) if args.json else f"{len(checklist.items)} items, {failed} failed"
     print(words, flush=True)
     cluster.stop_at_once()  # also where a training hangs
     os._exit(1 if failed else 0)
@@ -186,13 +189,13 @@ def not_tried() -> str:
     raise Failed("not tried", "mend what failed above first")
 
 
-def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> bool:
+def ask_nodes(checklist: Checklist, args: argparse.Namespace, name: str) -> bool:
     """The items that need no training. Whether it makes sense to go on."""
     alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
     look = ray.remote(num_cpus=0, max_retries=0)(look_around)
     on = {node: NodeAffinitySchedulingStrategy(node, soft=False) for node in alive}
-    asked = {look.options(scheduling_strategy=on[node]).remote(options.storage, name): node for node in alive}
-    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=options.patience)
+    asked = {look.options(scheduling_strategy=on[node]).remote(args.storage, name): node for node in alive}
+    answered, silent = ray.wait(list(asked), num_returns=len(asked), timeout=args.patience)
     seen = {}
     for each in answered:
         try:
@@ -204,17 +207,17 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
     def nodes() -> str:
         if silent:
             silence = ", ".join(names[asked[each]] for each in silent)
-            waited = f"no worker answered in {options.patience} s"
+            waited = f"no worker answered in {args.patience} s"
             raise Failed(f"{waited} on {silence}", "look into its raylet's log; stop it")
-        if options.nodes and len(alive) != options.nodes:
-            raise Failed(f"{len(alive)} of {options.nodes}", "`ray status`; on the missing one: can it reach the head?")
+        if args.nodes and len(alive) != args.nodes:
+            raise Failed(f"{len(alive)} of {args.nodes}", "`ray status`; on the missing one: can it reach the head?")
         return f"{len(alive)}, a worker process on each"
 
     def clocks() -> str:
         read, surely, at_most = ray.remote(num_cpus=0)(lambda: time.time()), 0.0, 0.0
         for node in seen:  # one after the other, by processes that have started: the answers take milliseconds
             sent = time.time()
-            there = ray.get(read.options(scheduling_strategy=on[node]).remote(), timeout=options.patience)
+            there = ray.get(read.options(scheduling_strategy=on[node]).remote(), timeout=args.patience)
             got = time.time()
             surely = max(surely, sent - there, there - got)
             at_most = max(at_most, got - there, there - sent)
@@ -237,11 +240,11 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
 
     def storage() -> str:
         bad = [f"{names[node]} ({each['storage']})" for node, each in seen.items() if each["storage"]]
-        found = len(os.listdir(Path(options.storage) / name))
+        found = len(os.listdir(Path(args.storage) / name))
         if bad or found != len(seen):
             missing = ", ".join(bad) or f"{len(seen) - found} nodes wrote somewhere else"
-            raise Failed(f"{options.storage} is not one folder: {missing}", "mount it on all nodes at this path")
-        return f"{options.storage} is written by every node"
+            raise Failed(f"{args.storage} is not one folder: {missing}", "mount it on all nodes at this path")
+        return f"{args.storage} is written by every node"
 
     def gpus() -> str:
         wrong = [
@@ -259,27 +262,27 @@ def ask_nodes(checklist: Checklist, options: argparse.Namespace, name: str) -> b
     return all([checklist.note(name, check) for name, check in checks.items() if seen]) and fine and bool(seen)
 
 
-def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gpu: bool) -> None:
+def train(checklist: Checklist, args: argparse.Namespace, folder: str, use_gpu: bool) -> None:
     """The items that a short training shows."""
     kind = "GPU" if use_gpu else "CPU"
     able = [node for node in ray.nodes() if node["Alive"] and node["Resources"].get(kind, 0) >= 1]
     total = int(ray.cluster_resources().get(kind, 0))
-    workers = total if use_gpu else max(len(able), min(2, total))
-    spread = "STRICT_SPREAD" if workers == len(able) else "SPREAD"
+    num_workers = total if use_gpu else max(len(able), min(2, total))
+    spread = "STRICT_SPREAD" if num_workers == len(able) else "SPREAD"
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"kill": options.all, "busy": options.all},
-        torch_config=TorchConfig(timeout_s=options.patience),
-        scaling_config=ray.train.ScalingConfig(num_workers=workers, use_gpu=use_gpu, placement_strategy=spread),
+        train_loop_config={"kill": args.all, "busy": args.all},
+        torch_config=TorchConfig(timeout_s=args.patience),
+        scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, placement_strategy=spread),
         run_config=ray.train.RunConfig(
             name=f"verify-{uuid.uuid4().hex[:8]}",
             storage_path=folder,
-            failure_config=ray.train.FailureConfig(max_failures=1 if options.all else 0),
+            failure_config=ray.train.FailureConfig(max_failures=1 if args.all else 0),
         ),
     )
     started = time.monotonic()
     fit = ThreadPoolExecutor(1).submit(trainer.fit)
-    limit = (5 if options.all else 2) * options.patience
+    limit = (5 if args.all else 2) * args.patience
 
     def training() -> str:
         try:
@@ -293,7 +296,7 @@ def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gp
         nodes = len({each["node"] for each in result.return_value})
         if nodes < len(able):
             raise Failed(f"workers on {nodes} of {len(able)} nodes", "`ray status`: what uses the others?")
-        return f"{workers} workers on {nodes} nodes, {STEPS} steps, in {time.monotonic() - started:.0f} s"
+        return f"{num_workers} workers on {nodes} nodes, {STEPS} steps, in {time.monotonic() - started:.0f} s"
 
     def metrics() -> str:
         step = fit.result().metrics["step"]
@@ -307,9 +310,9 @@ def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gp
         return "equal on all workers to the last bit, though they began with different ones"
 
     def all_reduce() -> str:
-        ranks, told = range(workers), [each["rank_sum"] for each in fit.result().return_value]
-        if set(told) != {float(sum(ranks))}:
-            raise Failed(f"sums {told} instead of {sum(ranks)}", "drivers, NCCL, and memory of the nodes")
+        ranks, sums = range(num_workers), [each["rank_sum"] for each in fit.result().return_value]
+        if set(sums) != {float(sum(ranks))}:
+            raise Failed(f"sums {sums} instead of {sum(ranks)}", "drivers, NCCL, and memory of the nodes")
         slowest = min(each["mb_per_s"] for each in fit.result().return_value)
         return f"the right sum; {MEGABYTES} MiB at {slowest:.0f} MiB/s"
 
@@ -335,11 +338,11 @@ def train(checklist: Checklist, options: argparse.Namespace, folder: str, use_gp
 
     if checklist.note("training", training):
         checks = {"metrics": metrics, "weights": weights, "all-reduce": all_reduce, "checkpoints": checkpoints}
-        checks |= {"recovery": recovery} if options.all else {}
-        checks |= {"GPUs busy": busy} if options.all and use_gpu else {}
+        checks |= {"recovery": recovery} if args.all else {}
+        checks |= {"GPUs busy": busy} if args.all and use_gpu else {}
         for name, check in checks.items():
             checklist.note(name, check)
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    script.run_main(main)

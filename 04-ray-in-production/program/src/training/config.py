@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from shared import cli
-from shared.distributed import UsageError
+from shared.errors import UsageError
+from shared.options import Parser
 
 
 def number(value: object) -> object:
@@ -258,7 +258,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The options of every program that has a configuration."""
-    parser = cli.Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description)
     add = parser.add_argument
     add("--config-dir", default="config", help="folder of the two YAML files (default: ./%(default)s)")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="changes",
@@ -271,7 +271,8 @@ def run_parser(description: str) -> argparse.ArgumentParser:
     """These, and those of the programs whose runs have a name."""
     runs = parser(description)
     runs.add_argument("--run-name", help="the run's folder in paths.model_save_dir (default: a new one, by the time)")
-    runs.add_argument("--resume", action="store_true", help="go on from the newest readable checkpoint of --run-name")
+    help_resume = "continue from the newest readable checkpoint of --run-name"
+    runs.add_argument("--resume", action="store_true", help=help_resume)
     return runs
 
 

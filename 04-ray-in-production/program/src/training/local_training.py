@@ -9,7 +9,7 @@ It computes what distributed_training.py computes.
 
 from pathlib import Path
 
-from shared import cli, distributed, runs
+from shared import distributed, runs, script
 from training import config as configuration
 from training import data, trainer, utils
 
@@ -18,19 +18,19 @@ def main() -> None:
     """Check the configuration, claim the run's folder, train."""
     options, config = configuration.asked_for(configuration.run_parser(__doc__))
     worker = distributed.join()
-    place = utils.place(config, options, num_workers=0)
+    args = utils.run_args(config, options, num_workers=0)
     with distributed.fail_together():
         if worker.world_size > 1:
             raise ValueError("this is the program for one process; distributed_training.py is the other one")
-        place.data_folder = data.prepare(config)
-        run = runs.Run.of(place)
-        state = run.claim(place, worker)
-    place.folder, place.log_folder = str(run.folder), str(Path(config.paths.log_dir, run.folder.name).absolute())
-    cli.stop_on_signals(worker, run)
+        data_folder = data.prepare(config)
+        run = runs.Run.from_args(args)
+        state = run.claim(args, worker)
+    folders = trainer.Folders(str(run.folder), data_folder, str(Path(config.paths.log_dir, run.folder.name).absolute()))
+    script.stop_on_signals(worker, run)
 
-    result = trainer.train(config, place, worker, lambda: state, utils.store_in(run.folder, config))
+    result = trainer.train(config, folders, worker, lambda: state, utils.store_in(run.folder, config))
     worker.log(f"done: {utils.write_metrics(config, result['run'], result)}; checkpoints in {run.folder}")
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    script.run_main(main)

@@ -5,29 +5,29 @@ echo 'loop = get_running_loop()' | python -m training.predict runs/RUN
 python -m training.predict runs/RUN --test        its accuracy on the run's test set, as training has reported it
 """
 
-import argparse
 from collections.abc import Iterator
 
 import torch
 
-from shared import cli
-from shared.data import rank_loader
-from shared.distributed import UsageError, Worker, fail_together
+from shared import options, script
+from shared.distributed import Worker, fail_together
+from shared.errors import UsageError
+from shared.sampling import rank_loader
 from training import data, model, utils
 from training.config import Config
 
 
 def main() -> None:
     """Load the model with its vocabulary, and answer."""
-    parser = cli.Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options.Parser(__doc__)
     parser.add_argument("run", help="folder or URI of the run's checkpoints")
     parser.add_argument(
         "file", nargs="?", help="a text a line; its escapes \\n stand for ends of lines (default: standard input)"
     )
     parser.add_argument("--test", action="store_true", help="print the accuracy on the run's test set instead")
-    options = parser.parse_args()
+    args = parser.parse_args()
     with fail_together():
-        path, state = utils.best_state(cli.path_or_uri(options.run))
+        path, state = utils.best_state(options.path_or_uri(args.run))
     config = Config.model_validate(state["config"])
     if state["vocabulary"] is None:
         raise UsageError(f"{path} was trained on synthetic data: it reads no texts")
@@ -35,7 +35,7 @@ def main() -> None:
     network = model.build(config.model, len(vocabulary.tokens) + 2, len(vocabulary.labels))
     network.to(next(iter(state["model"].values())).dtype).load_state_dict(state["model"])
     network.eval()
-    if options.test:
+    if args.test:
         with fail_together():
             splits = data.load(config, data.prepare(config))
             data.check_same(state, splits)
@@ -45,7 +45,7 @@ def main() -> None:
         )
         print(correct / len(splits.test))
         return
-    for line in lines_of(options.file):
+    for line in lines_of(args.file):
         probabilities = torch.softmax(network(*vocabulary.encode([line.replace("\\n", "\n")]))[0], dim=0)
         print(f"{vocabulary.labels[int(probabilities.argmax())]}\t{probabilities.max():.3f}\t{line.rstrip()}")
 
@@ -64,4 +64,4 @@ def lines_of(path: str | None) -> Iterator[str]:
 
 if __name__ == "__main__":
     with torch.no_grad():
-        cli.run(main)
+        script.run_main(main)

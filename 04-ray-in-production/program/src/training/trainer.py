@@ -2,36 +2,55 @@
 
 import contextlib
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shared import checkpoint, cli, distributed, runs
-from shared.data import epoch_batches, local_batch_size, rank_loader
+from shared import checkpoint, distributed, options
 from shared.distributed import Worker
+from shared.progress import Limits, Progress
+from shared.sampling import check_divisible, rank_loader
 from training import data, model, utils
 from training.config import Config
 
 
+class Folders(NamedTuple):
+    """Where a run's checkpoints, its data and its logs are. run: a path or a URI."""
+
+    run: str
+    data: str
+    logs: str
+
+
+class TextProgress(Progress):
+    """A `Progress` that also counts the right answers while training."""
+
+    saved = (*Progress.saved, "correct")
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self.correct = 0
+
+
 def train(
-    config: Config, place: Namespace, worker: Worker, newest: Callable[[], dict | None],
+    config: Config, folders: Folders, worker: Worker, newest: Callable[[], dict | None],
     store: Callable[[dict, dict], None],
 ) -> dict:  # fmt: skip
     """Train as configured and return what metrics.json holds. Every rank calls it.
 
-    place: with `folder`, the run's, and `data_folder`, from `data.prepare`. newest: returns the state to go on from, on
-    every rank. store: keeps a state, with its metrics. Raises UsageError for what cannot be, the same on every rank.
+    folders: `data` comes from `data.prepare`. newest: returns the state to continue from, on every rank. store: keeps a
+    state, with its metrics. Raises UsageError for what cannot be, the same on every rank.
     """
     with distributed.fail_together():
-        cli.check_precision(config.training.precision, worker.device)
-        splits = data.load(config, place.data_folder)
-        local_batch_size(config.training.batch_size, worker.world_size)
-        trainer_log = utils.Log(Path(place.log_folder), worker)
+        options.check_precision(config.training.precision, worker.device)
+        splits = data.load(config, folders.data)
+        check_divisible(config.training.batch_size, worker.world_size)
+        trainer_log = utils.Log(Path(folders.logs), worker)
         trainer = Trainer(config, splits, worker, trainer_log, store)
     if state := newest():
         with distributed.fail_together():
@@ -43,23 +62,23 @@ def train(
 
     # The test set, once, by the best of the checkpoints.
     with distributed.fail_together():
-        path, best = utils.best_state(place.folder) if worker.rank == 0 else (None, None)
+        path, best = utils.best_state(folders.run) if worker.rank == 0 else (None, None)
     path, weights, epoch = distributed.from_rank_zero(
         (path, best and best["model"], best and best["progress"]["epoch"])
     )
     trainer.model.load_state_dict(weights)
     test = trainer.evaluate(splits.test)
     result = {
-        "run": Path(place.folder).name,
+        "run": Path(folders.run).name,
         "config": config.model_dump(mode="json"),
         "checkpoint": path,
         "best_epoch": epoch,
         "test_loss": test["loss"],
         "test_accuracy": test["accuracy"],
-        "seconds": sum(line["seconds"] for line in trainer.progress["metrics"]),
-        "epochs": trainer.progress["metrics"],
+        "seconds": sum(line["seconds"] for line in trainer.progress.metrics),
+        "epochs": trainer.progress.metrics,
     }
-    trainer_log(utils.in_words(result), trainer.progress["step"], test_accuracy=test["accuracy"])
+    trainer_log(utils.in_words(result), trainer.progress.step, test_accuracy=test["accuracy"])
     return result
 
 
@@ -76,18 +95,14 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, training.lr_step_size, training.lr_gamma)
         self.scaler = torch.amp.GradScaler(worker.device.type, enabled=training.precision == "fp16")
         distributed.seed_everything(training.seed + worker.rank)  # each rank draws dropout of its own
-        self.progress = {"step": 0, "epoch": 0, **self.new_epoch(), "metrics": [], "options": {}}
+        limits = Limits(training.batch_size, training.epochs, quiet=True)  # it has its own log
+        self.progress = TextProgress(limits, worker, len(splits.train), options={})
         self.loader = rank_loader(
             splits.train, training.batch_size // worker.world_size, worker, training.seed, config.dataset.loader_workers
         )
 
-    @staticmethod
-    def new_epoch() -> dict:
-        """The part of the progress that every epoch begins anew; `correct` counts right answers while training."""
-        return {**runs.new_epoch(), "correct": 0}
-
     def restore(self, state: dict) -> None:
-        """Go on from a checkpoint. Raises ValueError where it is of another model, or of other data."""
+        """Continue from a checkpoint. Raises ValueError if it is of another model, or of other data."""
         saved, now = state["config"]["model"], self.config.model.model_dump(mode="json")
         for key, value in now.items():
             if saved.get(key) != value:
@@ -100,10 +115,11 @@ class Trainer:
                 self.log(
                     f"note: training.{key} was {before.get(key)}{kept}; now {after[key]}", state["progress"]["step"]
                 )
-        self.progress = checkpoint.restore(state, self.model, self.optimizer, self.scheduler, self.worker)
+        progress = checkpoint.restore(state, self.model, self.optimizer, self.scheduler, self.worker)
+        self.progress.load_state_dict(progress)
         if state["scaler"]:  # empty where the run was not in fp16 until now
             self.scaler.load_state_dict(state["scaler"])
-        self.log(f"going on after step {self.progress['step']}", self.progress["step"])
+        self.log(f"continuing after step {self.progress.step}", self.progress.step)
 
     def join(self) -> None:
         """From here on the gradients of all ranks are averaged."""
@@ -111,9 +127,9 @@ class Trainer:
         if self.worker.world_size > 1:
             device_ids = [self.worker.device] if self.worker.device.type == "cuda" else None
             self.ddp_model = DistributedDataParallel(self.model, device_ids, gradient_as_bucket_view=True)
-            # As shared.distributed.settle_buckets: a resumed run shall add in the same order as one that never stopped.
-            # In train mode dropout would draw random numbers, and in eval mode cuDNN's GRU and LSTM have no backward
-            # pass: torch's own have one.
+            # As shared.distributed.warm_up_ddp_buckets: a resumed run must add in the same order as one that never
+            # stopped. In train mode dropout would draw random numbers. In eval mode cuDNN's GRU and LSTM have no
+            # backward pass, but torch's own have one.
             self.ddp_model.eval()
             *inputs, _ = (each.to(self.worker.device) for each in self.splits.train[:0])
             with torch.backends.cudnn.flags(enabled=False):
@@ -122,7 +138,7 @@ class Trainer:
 
     def finished(self) -> bool:
         """Whether all epochs are done, or none has been better for as many as early stopping waits."""
-        accuracies = [line["val_accuracy"] for line in self.progress["metrics"]]
+        accuracies = [line["val_accuracy"] for line in self.progress.metrics]
         patience = self.config.training.early_stopping_patience
         waited = len(accuracies) - 1 - accuracies.index(max(accuracies)) if accuracies else 0
         return len(accuracies) >= self.config.training.epochs or (patience is not None and waited >= patience)
@@ -130,17 +146,15 @@ class Trainer:
     def train_epoch(self) -> None:
         """Train from where the progress is to the end of its epoch, validate, and save as often as configured."""
         config, progress = self.config, self.progress
-        options = Namespace(batch_size=config.training.batch_size, max_steps=None, save_every_steps=None)
-        counts, batches = epoch_batches(self.loader, options, progress)
         self.ddp_model.train()
-        done, taken, began = [], [], time.perf_counter()  # since the last look
-        for number, (count, batch) in enumerate(zip(counts, batches, strict=True), start=1):
+        done, taken, began = [], [], time.perf_counter()  # since the last call of log_steps
+        for count, batch in progress.batches(self.loader):
             done.append(self.train_step(batch, count))
             taken.append(count)
-            step, last = progress["step"] + len(done), number == len(counts)
+            step, last = progress.step + len(done), progress.steps_left == 0
             saves = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0 and not last
             if saves or last or step % config.training.log_every == 0:
-                self.look(done, taken, time.perf_counter() - began)
+                self.log_steps(done, taken, time.perf_counter() - began)
                 if saves:
                     self.save(None)
                 done, taken, began = [], [], time.perf_counter()
@@ -185,14 +199,14 @@ class Trainer:
         with torch.autocast(self.worker.device.type, precision, enabled=precision is not None):
             return network(*inputs)[:num_samples].to(self.dtype)
 
-    def look(self, done: list[torch.Tensor], taken: list[int], seconds: float) -> None:
+    def log_steps(self, done: list[torch.Tensor], taken: list[int], seconds: float) -> None:
         """Note the steps just done in the progress and in the log. Collective."""
         losses, correct = distributed.global_sum(torch.stack(done)).T
-        runs.record_steps(self.progress, losses.tolist(), taken, seconds)
-        self.progress["correct"] += int(correct.sum())
+        self.progress.record_steps(losses.tolist(), taken, seconds)
+        self.progress.correct += int(correct.sum())
         mean = sum(loss * count for loss, count in zip(losses.tolist(), taken, strict=True)) / sum(taken)
         accuracy, lr = correct.sum().item() / sum(taken), self.scheduler.get_last_lr()[0]
-        speed, step, epoch = sum(taken) / seconds, self.progress["step"], self.progress["epoch"] + 1
+        speed, step, epoch = sum(taken) / seconds, self.progress.step, self.progress.epoch + 1
         self.log(
             f"epoch {epoch}  step {step}  loss {mean:.4f}  accuracy {accuracy:.3f}  lr {lr:.2e}  {speed:.0f} samples/s",
             step, epoch=epoch, loss=mean, accuracy=accuracy, lr=lr, samples_per_second=speed,
@@ -201,21 +215,15 @@ class Trainer:
     def finish_epoch(self) -> None:
         """Validate, add the epoch's line to the metrics, and save it where it is its turn."""
         progress, val = self.progress, self.evaluate(self.splits.val)
-        line = {
-            "epoch": progress["epoch"] + 1,
-            "step": progress["step"],
-            "train_loss": progress["loss_sum"] / progress["position"],
-            "train_accuracy": progress["correct"] / progress["position"],
+        line = progress.finish_epoch({
+            "step": progress.step,
+            "train_accuracy": progress.correct / progress.position,
             "val_loss": val["loss"],
             "val_accuracy": val["accuracy"],
             "lr": self.scheduler.get_last_lr()[0],
-            "seconds": progress["seconds"],
-            "samples_per_second": progress["position"] / progress["seconds"],
+            "seconds": progress.seconds,
             "world_size": self.worker.world_size,
-            "step_losses": progress["step_losses"],
-        }
-        progress["metrics"] = [*progress["metrics"], line]
-        progress |= {"epoch": progress["epoch"] + 1, **self.new_epoch()}
+        })  # fmt: skip
         self.scheduler.step()
         said = f"epoch {line['epoch']}/{self.config.training.epochs}  train_loss {line['train_loss']:.4f}  val_loss "
         said += f"{val['loss']:.4f}  val_accuracy {val['accuracy']:.3f}  {line['seconds']:.1f} s"
@@ -240,12 +248,12 @@ class Trainer:
     def save(self, score: float | None) -> None:
         """Keep the whole state. score: the val_accuracy; None inside an epoch, which has none. Collective."""
         state = {
-            **checkpoint.training_state(self.model, self.optimizer, self.scheduler, self.progress),
+            **checkpoint.training_state(self.model, self.optimizer, self.scheduler, self.progress.state_dict()),
             "scaler": self.scaler.state_dict(),
             "config": self.config.model_dump(mode="json"),
             "data": self.splits.name,
             "vocabulary": self.splits.vocabulary,
             "score": score,
         }
-        metrics = {"epoch": self.progress["epoch"], "step": self.progress["step"]}
+        metrics = {"epoch": self.progress.epoch, "step": self.progress.step}
         self.store(state, metrics if score is None else {**metrics, "val_accuracy": score})

@@ -23,7 +23,9 @@ from ray.tune.search import BasicVariantGenerator
 
 import shared
 import training
-from shared import checkpoint, cli, cluster, distributed, ray_storage
+from shared import checkpoint, distributed, script
+from shared.errors import RunFailed, UsageError
+from shared.on_ray import cluster, storage
 from training import config as configuration
 from training import data, distributed_training, trainer, utils
 from training.config import Config
@@ -31,12 +33,12 @@ from training.config import Config
 STATE_FILE = "state.pt"
 
 
-class Search(ray_storage.RayRun):
+class Search(storage.RayRun):
     """The folder of a search: each trial's folder, and Tune's notes of how far they are."""
 
     def list_newest_first(self) -> list[str]:
         """Paths of Tune's notes; or of the checkpoints of a training run that has this name."""
-        files, path = ray_storage.file_system(self.folder)
+        files, path = storage.file_system(self.folder)
         found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
         names = ("experiment_state", "checkpoint-")
         return sorted((each.path for each in found if each.base_name.startswith(names)), reverse=True)
@@ -52,33 +54,32 @@ def main() -> None:
     parser = configuration.run_parser(__doc__)
     parser.add_argument("--out", required=True, help="folder for the best configuration, for --config-dir")
     options, config = configuration.asked_for(parser)
-    driver = cluster.Driver()
-    place = utils.place(config, options, num_workers=1)
+    driver = distributed.Worker(label="driver")
+    args = utils.run_args(config, options, num_workers=1)
     with distributed.fail_together():
         data_folder = data.prepare(config)
-        place.storage_path = cli.path_or_uri(place.storage_path)
-        search = Search.of(place)
-        search.claim(place, driver)
+        search = Search.from_args(args)
+        search.claim(args, driver)
         Path(options.out).mkdir(parents=True, exist_ok=True)  # else hours of work end with an error
     logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns of trials that have not begun yet
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune's own takes Ctrl-C for the end of the search, and goes on
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")  # trials may be short
-    cli.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
-    cluster.start(place, packages=[shared, training])
-    resources = config.tuning.resources_per_trial or ({"GPU": 1} if place.use_gpu else {"CPU": 1})
+    script.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
+    use_gpu = cluster.start(1, config.cluster.use_gpu, packages=[shared, training])
+    resources = config.tuning.resources_per_trial or ({"GPU": 1} if use_gpu else {"CPU": 1})
     if distributed_training.room_for(resources) == 0:
         has = ray.cluster_resources()
         there = {name: has.get(name, 0) for name in resources}
         asked = f"tuning.resources_per_trial = {resources}"
-        raise distributed.UsageError(f"{asked}: more than a node has, of {there} in all")
+        raise UsageError(f"{asked}: more than a node has, of {there} in all")
 
     trainable = tune.with_resources(trial_of(config.model_dump(mode="json"), data_folder), resources)
     results = tuner(config, search, options.resume, trainable).fit()
     for result in sorted(results, key=lambda each: -(each.metrics or {}).get("best_accuracy", 0)):
         driver.log(describe(result))
     if results.num_errors == len(results):
-        raise cli.RunFailed(f"every trial failed, the first with: {last_line(results.errors[0])}")
+        raise RunFailed(f"every trial failed, the first with: {last_line(results.errors[0])}")
     best = results.get_best_result("best_accuracy")
     chosen = with_values(config, best.config)
     configuration.write(chosen, options.out)
@@ -89,7 +90,6 @@ def tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dic
     """What runs the search, or goes on with it: finished trials stay, others go on from their last checkpoint."""
     if resume:
         return tune.Tuner.restore(search.folder, trainable, resume_unfinished=True, resume_errored=True)
-    storage_path, name = search.place
     return tune.Tuner(
         trainable,
         param_space=space(config),
@@ -102,8 +102,8 @@ def tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dic
             reuse_actors=True,  # a process for each trial at a time, not for each trial: half a minute less for ten
         ),
         run_config=tune.RunConfig(
-            name=name,
-            storage_path=storage_path,
+            name=search.name,
+            storage_path=search.storage_path,
             verbose=0,
             checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
             failure_config=tune.FailureConfig(max_failures=1),
@@ -196,4 +196,4 @@ def last_line(error: Exception) -> str:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    script.run_main(main)

@@ -7,8 +7,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from shared import checkpoint, ray_storage, runs
+from shared import checkpoint, progress
 from shared.distributed import Worker
+from shared.on_ray.storage import RayRun
 from training.config import Config
 
 
@@ -34,12 +35,11 @@ class Log:
             worker.log(message)
 
 
-def place(config: Config, options: Namespace, num_workers: int) -> Namespace:
-    """Where a run lies and what it is called, as `shared` wants to know it. num_workers: 0 without Ray."""
-    most = config.cluster.num_workers[1]
+def run_args(config: Config, options: Namespace, num_workers: int) -> Namespace:
+    """A run's options under the names that `shared` uses. num_workers: 0 without Ray."""
     return Namespace(
         storage_path=config.paths.model_save_dir, run_name=options.run_name, resume=options.resume, metrics_out=None,
-        num_workers=num_workers, max_workers=most if num_workers else 0, use_gpu=config.cluster.use_gpu,
+        num_workers=num_workers,
     )  # fmt: skip
 
 
@@ -59,7 +59,7 @@ def store_in(folder: Path, config: Config) -> Callable[[dict, dict], None]:
     return store
 
 
-def load_state(run: ray_storage.RayRun, path: Path | str) -> dict:
+def load_state(run: RayRun, path: Path | str) -> dict:
     """The state in a checkpoint of either kind: a file, or a folder in Ray's storage. Raises ValueError."""
     return checkpoint.load(path) if str(path).endswith(".pt") else run.load(path)
 
@@ -69,7 +69,7 @@ def best_state(folder: str) -> tuple[str, dict]:
 
     Raises ValueError where there is none that can be read.
     """
-    run, best, problems = ray_storage.RayRun(folder), None, []
+    run, best, problems = RayRun(folder), None, []
     for path in run.list_newest_first():
         try:
             state = load_state(run, path)
@@ -91,7 +91,7 @@ def write_metrics(config: Config, run: str, result: dict) -> Path:
     """Write a finished run's metrics.json, beside its logs, at once."""
     path = Path(config.paths.log_dir, run, "metrics.json").absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    runs.write_metrics(path, [result])
+    progress.write_metrics(path, [result])
     return path
 
 

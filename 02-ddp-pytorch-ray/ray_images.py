@@ -1,21 +1,26 @@
-"""Sets of images for Ray Data, and what there is to know of them before it reads them.
+"""Sets of images for Ray Data: what there is to know about them before it reads them, and how a row is read.
 
-A built-in data set is written to Parquet. One's own lies at a path or a URI: as Parquet, or as pictures in a folder for
+A built-in data set is written to Parquet. Your own is at a path or a URI: as Parquet, or as pictures in a folder for
 each label.
 """
 
 import io
 import re
+import uuid
 import warnings
+import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute
 import pyarrow.dataset
+import pyarrow.parquet
+import ray.data
+import ray.train
 from PIL import Image, ImageOps
 from pyarrow import fs
 from ray.data.datasource import PathPartitionFilter  # with ray.data comes a type that Parquet written by Ray may hold
@@ -23,7 +28,10 @@ from ray.exceptions import UserCodeException
 
 # Each process of Ray Data's tasks imports this file: torch, which takes seconds, is not needed there.
 if TYPE_CHECKING:
-    from shared.data import Splits
+    import torch
+    from torch.utils.data import TensorDataset
+
+    from shared.datasets import Splits
 
 HIDDEN = (".", "_")
 PICTURES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
@@ -45,8 +53,13 @@ class ImageSet:
     image_size: int | None = None  # what encoded pictures are resized to, in both directions
     has_ids: bool = False  # a column with the number of each sample, from 0
 
+    @property
+    def num_classes(self) -> int:
+        """The number of classes."""
+        return len(self.classes)
+
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """For `map_batches`: columns image, float32 (rows, channels, height, width) from 0 to 1, label, id if there.
+        """For `map_batches`: columns image, float32 (rows, channels, height, width) in [-1, 1], label, and id if there.
 
         It takes path and bytes of pictures, path, image and label of Parquet. Raises ValueError for an image that
         cannot be read, and for one of another shape than the first one's.
@@ -56,7 +69,8 @@ class ImageSet:
         folders = (PurePosixPath(path).parent.name for path in batch["path"])
         labels = [number_of[folder] for folder in folders] if self.pictures else batch["label"]
         ids = {"id": batch["id"]} if self.has_ids else {}
-        return {**ids, "image": np.stack(list(images)), "label": np.asarray(labels, dtype=np.int64)}
+        normalized = (np.stack(list(images)) - np.float32(0.5)) / np.float32(0.5)  # as `shared.datasets` has them
+        return {**ids, "image": normalized, "label": np.asarray(labels, dtype=np.int64)}
 
     def read(self, image: object, path: str) -> np.ndarray:
         """One image of the file `path`, by `pixels`."""
@@ -67,50 +81,126 @@ class ImageSet:
         if array.shape != self.image_shape:
             raise ValueError(
                 f"{path} is of (channels, height, width) {array.shape}, and the first image of {self.path} of "
-                f"{self.image_shape}: --image-size brings pictures, though not arrays, to one size"
+                f"{self.image_shape}: --image-size resizes pictures, but not arrays"
             )
         return array
 
 
+class EverySample(ray.train.DataConfig):
+    """Deals all rows: Ray's own DataConfig drops up to N - 1 of them, so that all N workers get equally many."""
+
+    def configure(self, datasets: dict, world_size: int, worker_handles, worker_node_ids, **kwargs) -> list[dict]:
+        shards = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            streams = dataset.streaming_split(world_size, equal=False, locality_hints=worker_node_ids)
+            for shard, stream in zip(shards, streams, strict=True):
+                shard[name] = stream
+        return shards
+
+
 class Stream:
-    """A rank's batches, to the end of its stream, or to an image that cannot be used.
+    """A rank's batches (images, labels) to the end of its stream, or to an image that cannot be used.
 
     Such a stream breaks on all ranks, but not at the same batch: a rank that raised there would leave the others in
     their next all-reduce. So it ends for this rank as if it were over, and `check` raises when all are through.
     """
 
-    def __init__(self, batches: Iterable[dict]) -> None:
+    def __init__(self, batches: Iterable[dict], images: ImageSet, device: "torch.device") -> None:
+        import torch
+
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to a batch
-        self.batches, self.broken = iter(batches), None
+        self.batches, self.error = iter(batches), None
+        self.seen = torch.zeros(images.num_samples, device=device) if images.has_ids else None  # how often each was
+        self.empty = torch.empty(0, *images.image_shape, device=device), torch.empty(0, dtype=torch.long, device=device)
 
     def __iter__(self) -> "Stream":
         return self
 
-    def __next__(self) -> dict:
+    def __next__(self) -> "tuple[torch.Tensor, torch.Tensor]":
         try:
-            return next(self.batches)
+            batch = next(self.batches)
         except (UserCodeException, ValueError) as error:  # raised in another process, by a function of `map_batches`
-            self.broken = error
+            self.error = error
             raise StopIteration from None
+        if self.seen is not None:
+            self.seen[batch["id"]] += 1
+        return batch["image"], batch["label"]
 
     def check(self) -> None:
-        """Raises ValueError where the stream has broken."""
-        if self.broken is not None:
-            told = re.findall(r"^ValueError: (.*)$", str(self.broken), re.MULTILINE)
-            raise ValueError(told[-1]) if told else self.broken
+        """Raises ValueError if the stream has broken."""
+        if self.error is not None:
+            messages = re.findall(r"^ValueError: (.*)$", str(self.error), re.MULTILINE)
+            raise ValueError(messages[-1]) if messages else self.error
 
 
-def write(splits: "Splits", folder: str) -> dict[str, ImageSet]:
-    """Write a built-in data set's train and val into `folder`, a path or a URI, unless an earlier call has."""
-    from shared.data import write_parquet
+def find(dataset: str, data_dir: str, image_size: int | None) -> "Splits | dict[str, ImageSet]":
+    """A built-in data set, or what is known of your own. Raises ValueError for data that cannot be used."""
+    from shared import datasets
 
+    if dataset not in datasets.IMAGE_DATASETS:
+        return inspect_dataset(dataset, image_size)
+    if image_size:
+        raise ValueError("--image-size is for the pictures of --data-uri")
+    return datasets.load(dataset, data_dir)
+
+
+def store(splits: "Splits | dict[str, ImageSet]", folder: str) -> dict[str, ImageSet]:
+    """Write a built-in data set's train and val into `folder`, a path or a URI, unless an earlier call has.
+
+    Your own data stay where they are.
+    """
+    if isinstance(splits, dict):
+        return splits
     facts = {"image_shape": splits.image_shape, "classes": splits.classes, "has_ids": True}
     parts = {"train": splits.train, "val": splits.val}
     return {name: ImageSet(write_parquet(part, f"{folder}/{name}"), len(part), **facts) for name, part in parts.items()}
 
 
-def look(uri: str, image_size: int | None = None) -> dict[str, ImageSet]:
-    """The data of one's own in `uri`/train and `uri`/val.
+def read(images: ImageSet, seed: int, num_blocks: int) -> ray.data.Dataset:
+    """A stream of these images in [-1, 1], in a different order each epoch.
+
+    num_blocks: what a built-in data set is cut into; how large blocks of your own files are, Ray knows best.
+    """
+    shuffle = ray.data.FileShuffleConfig(seed=seed)  # each pass mixes its number in
+    options = {"shuffle": shuffle, "include_paths": True, "partition_filter": Visible()}
+    if images.pictures:
+        rows = ray.data.read_binary_files(images.path, **options)
+    else:
+        columns = ["image", "label", *(["id"] if images.has_ids else [])]
+        blocks = num_blocks if images.has_ids else None
+        rows = ray.data.read_parquet(images.path, columns=columns, override_num_blocks=blocks, **options)
+    # Pictures may be many times larger once they are pixels: a few at a time, in place of a block.
+    return rows.map_batches(images, batch_size=None if images.has_ids else 64)
+
+
+def write_parquet(dataset: "TensorDataset", folder: str, num_files: int = 8) -> str:
+    """Write `dataset` for Ray Data as Parquet files into a folder of `folder`, a path or a URI; returns its path.
+
+    Columns: id (the sample's number), image (its pixels in [0, 1], flat), label. The new folder is named by a checksum
+    of the data, so a complete earlier call for the same data is reused, and other data is not touched.
+    """
+    images, labels = dataset.tensors
+    checksum = zlib.crc32(labels.numpy().tobytes(), zlib.crc32(images.numpy().tobytes(), num_files))
+    folder = f"{folder if '://' in folder else Path(folder).absolute()}/{checksum:08x}"
+    files, path = fs.FileSystem.from_uri(folder)
+    if files.get_file_info(f"{path}/_SUCCESS").is_file:
+        return folder
+    files.create_dir(path, recursive=True)
+    rows_per_file = -(-len(labels) // num_files)
+    for number, start in enumerate(range(0, len(labels), rows_per_file)):
+        rows = slice(start, start + rows_per_file)
+        pixels = (images[rows] * 0.5 + 0.5).flatten(1)
+        flat = pa.FixedSizeListArray.from_arrays(pa.array(pixels.flatten().numpy()), pixels.shape[1])
+        table = pa.table({"id": np.arange(len(labels))[rows], "image": flat, "label": labels[rows].numpy()})
+        partial = f"{path}/.{uuid.uuid4().hex}.partial"  # another run may be writing, or reading, the same files
+        pyarrow.parquet.write_table(table, partial, filesystem=files)
+        files.move(partial, f"{path}/part-{number:03d}.parquet")
+    files.open_output_stream(f"{path}/_SUCCESS").close()
+    return folder
+
+
+def inspect_dataset(uri: str, image_size: int | None = None) -> dict[str, ImageSet]:
+    """What is known of your own data in `uri`/train and `uri`/val.
 
     Labels are numbers from 0 in Parquet; of folders they are the names, numbered in the order of the alphabet. An image
     in Parquet is an encoded picture (bytes, or {"bytes": ...}), or an array of uint8, or of floats from 0 to 1, as
@@ -120,21 +210,21 @@ def look(uri: str, image_size: int | None = None) -> dict[str, ImageSet]:
     Raises ValueError for anything else, saying what is there and what should be.
     """
     if "://" in uri and "?" in uri:
-        raise ValueError("--data-uri takes no options after a ?; AWS_ENDPOINT_URL names an S3 store of one's own")
-    train = look_into(f"{uri}/train", image_size)
-    val = look_into(f"{uri}/val", image_size, like=train.image_shape)
+        raise ValueError("--data-uri takes no options after a ?; AWS_ENDPOINT_URL names your own S3 store")
+    train = inspect_folder(f"{uri}/train", image_size)
+    val = inspect_folder(f"{uri}/val", image_size, like=train.image_shape)
     if train.image_shape != val.image_shape:
         raise ValueError(f"the images in {uri} are {train.image_shape} for training and {val.image_shape} in val")
     if train.pictures != val.pictures:
         raise ValueError(f"one of {uri}/train and {uri}/val has Parquet files and the other one pictures")
     if unknown := sorted(set(val.classes) - set(train.classes)):
-        raise ValueError(f"{val.path} has labels that {train.path} lacks: {some(unknown)}")
+        raise ValueError(f"{val.path} has labels that {train.path} lacks: {summarize(unknown)}")
     if len(train.classes) < 2:
         raise ValueError(f"{train.path} has one label only: {train.classes[0]}")
     return {"train": train, "val": replace(val, classes=train.classes)}
 
 
-def look_into(folder: str, image_size: int | None, like: tuple[int, int, int] | None = None) -> ImageSet:
+def inspect_folder(folder: str, image_size: int | None, like: tuple[int, int, int] | None = None) -> ImageSet:
     """The set in one folder. like: the shape of images of the other one."""
     try:
         files, root = fs.FileSystem.from_uri(folder)
@@ -145,10 +235,10 @@ def look_into(folder: str, image_size: int | None, like: tuple[int, int, int] | 
     names = sorted(PurePosixPath(path).relative_to(root) for path in paths)
     names = [name for name in names if not name.parts[0].startswith(HIDDEN)]  # Ray leaves these out by itself
     if names and all(name.suffix.lower() == ".parquet" for name in names):
-        return look_into_parquet(folder, files, [f"{root}/{name}" for name in names], image_size, like)
+        return inspect_parquet(folder, files, [f"{root}/{name}" for name in names], image_size, like)
     wrong = [name for name in names if name.suffix.lower() not in PICTURES or len(name.parts) != 2]
     if wrong or not names:
-        raise ValueError(f"{folder} has {some(wrong) or 'no files'}; {WANTED}")
+        raise ValueError(f"{folder} has {summarize(wrong) or 'no files'}; {WANTED}")
     first = files.open_input_file(f"{root}/{names[0]}").read()
     shape = shape_of(f"{folder}/{names[0]}", first, image_size, like)
     classes = tuple(sorted({name.parts[0] for name in names}))
@@ -156,7 +246,7 @@ def look_into(folder: str, image_size: int | None, like: tuple[int, int, int] | 
 
 
 class Visible(PathPartitionFilter):
-    """Leaves out hidden files and hidden folders of labels, such as a file manager's: for `look` and Ray's readers."""
+    """Leaves out hidden files and hidden folders of labels, such as a file manager's, here and in Ray's readers."""
 
     def __init__(self) -> None:
         pass
@@ -168,14 +258,14 @@ class Visible(PathPartitionFilter):
         return not any(part.startswith(HIDDEN) for part in PurePosixPath(path).parts[-2:])
 
 
-def look_into_parquet(
+def inspect_parquet(
     folder: str, files: fs.FileSystem, paths: list[str], image_size: int | None, like: tuple[int, int, int] | None
 ) -> ImageSet:
     """The set in these Parquet files. Only the column of labels is read, and the images of the first group of rows."""
     try:
         table = pyarrow.dataset.dataset(paths, filesystem=files, format="parquet")
         if missing := {"image", "label"} - set(table.schema.names):
-            raise ValueError(f"no column {' and no '.join(sorted(missing))}, only {some(table.schema.names)}")
+            raise ValueError(f"no column {' and no '.join(sorted(missing))}, only {summarize(table.schema.names)}")
         if not pa.types.is_integer(table.schema.field("label").type):
             raise ValueError(f"the labels are {table.schema.field('label').type}, and must be whole numbers from 0")
         rows, labels = 0, set()
@@ -185,7 +275,9 @@ def look_into_parquet(
         if rows == 0:
             raise ValueError("no rows")
         if None in labels or min(labels) < 0 or max(labels) >= 10 * len(labels):
-            raise ValueError(f"the labels must be whole numbers from 0 without large gaps; there are {some(labels)}")
+            raise ValueError(
+                f"the labels must be whole numbers from 0 without large gaps; there are {summarize(labels)}"
+            )
         if len(labels) < 2:
             raise ValueError(f"one label only: {labels.pop()}")
         fragment = next(each for each in table.get_fragments() if each.count_rows())
@@ -208,17 +300,17 @@ def shape_of(
 
 
 def pixels(image: object, image_size: int | None, like: tuple[int, int, int] | None) -> np.ndarray:
-    """An image as `look` describes it -> float32 (channels, height, width) from 0 to 1.
+    """An image as `inspect_dataset` describes it -> float32 (channels, height, width) from 0 to 1.
 
-    like: the shape of the first image, where this is another: a picture is brought to its number of channels, flat
-    numbers to it. A picture is turned as its EXIF data say; what is transparent is taken as it is below.
+    like: the shape of the first image, if this is a different one. A picture gets its number of channels, a flat array
+    its shape. A picture is turned as its EXIF data say. Transparency is ignored.
     """
     if isinstance(image, dict):  # as Hugging Face's data sets have them
         image = image["bytes"]
     if isinstance(image, bytes):
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(image)))
         if image.mode.startswith(("I", "F")):
-            raise ValueError(f"a picture of mode {image.mode} has more than 8 bits a channel; convert it to 8")
+            raise ValueError(f"a picture of mode {image.mode} has more than 8 bits per channel; convert it to 8")
         grey = image.mode in ("1", "L", "LA") if like is None else like[0] == 1
         image = image.convert("L" if grey else "RGB")
         image = np.asarray(image.resize((image_size, image_size)) if image_size else image)
@@ -236,7 +328,7 @@ def pixels(image: object, image_size: int | None, like: tuple[int, int, int] | N
         return np.moveaxis(array, -1, 0)
     if array.ndim == 3 and array.shape[0] in (1, 3):
         return array
-    raise ValueError(f"an array of shape {array.shape} is no image of one or three channels")
+    raise ValueError(f"an array of shape {array.shape} is not an image of one or three channels")
 
 
 def unnested(value: object) -> np.ndarray:
@@ -245,7 +337,7 @@ def unnested(value: object) -> np.ndarray:
     return np.stack([unnested(each) for each in array]) if array.dtype == object and array.ndim else array
 
 
-def some(names: Iterable[object]) -> str:
-    """The first three of them."""
+def summarize(names: Iterable[object]) -> str:
+    """The first three names, and how many more there are."""
     names = list(map(str, names))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,110 @@
+"""DeepSpeed's settings, what its engine keeps on a rank, and its checkpoints."""
+
+import io
+import json
+import uuid
+from argparse import Namespace
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import torch
+
+from shared.distributed import Worker, local_first
+from shared.errors import UsageError
+from shared.sampling import local_batch_size
+
+
+def read_settings(args: Namespace, world_size: int) -> dict:
+    """DeepSpeed's settings: those of --ds-config, with this run's batch, precision and stage. Raises ValueError."""
+    try:
+        return fill_in(json.loads(Path(args.ds_config).read_text()), args, world_size)
+    except (ValueError, TypeError) as error:  # of the file's text, of its values
+        raise ValueError(f"{args.ds_config}: {error}") from error
+
+
+def fill_in(settings: dict, args: Namespace, world_size: int) -> dict:
+    """`settings` with what the options decide. Raises ValueError where both do, and differ, or where one is no use."""
+    if not isinstance(settings, dict):
+        raise ValueError("it must hold an object of settings, as ds_config.json does")
+    for part in ("zero_optimization", "optimizer", "fp16", "bf16"):
+        if not isinstance(settings.setdefault(part, {}), dict):
+            raise ValueError(f'{part} must hold settings, as in {{"name": 2}}')
+    if automatic := [name for name in settings if '"auto"' in json.dumps(settings[name])]:
+        raise ValueError(f'"auto" is Hugging Face\'s, and nothing fills it in here: {automatic[0]}')
+    if "scheduler" in settings:
+        raise ValueError('the learning rate is scheduled by this script; leave out "scheduler"')
+    zero, optimizer = settings["zero_optimization"], settings["optimizer"]
+    zero["stage"] = zero.get("stage", 0) if args.zero_stage is None else args.zero_stage
+    if zero["stage"] not in (0, 1, 2, 3):
+        raise ValueError(f"ZeRO has the stages 0, 1, 2 and 3, not {zero['stage']!r}")
+    per_rank_batch = local_batch_size(args.batch_size, world_size)
+    accumulation = settings.setdefault("gradient_accumulation_steps", 1)
+    if not isinstance(accumulation, int) or accumulation < 1 or per_rank_batch % accumulation:
+        raise ValueError(
+            f"the {per_rank_batch} samples of a worker's batch are not divisible by {accumulation!r} "
+            "gradient_accumulation_steps"
+        )
+    batches = (args.batch_size, per_rank_batch // accumulation)
+    for name, size in zip(("train_batch_size", "train_micro_batch_size_per_gpu"), batches, strict=True):
+        if settings.setdefault(name, size) != size:
+            raise ValueError(
+                f"{name} is {settings[name]}; --batch-size {args.batch_size} on {world_size} workers with "
+                f"{accumulation} accumulation steps makes it {size}. Leave it out, and it is filled in"
+            )
+    optimizer.setdefault("type", "AdamW")
+    optimizer["params"] = {**optimizer.get("params", {}), "lr": args.lr}
+    for name in ("bf16", "fp16"):
+        settings[name]["enabled"] = args.precision == name
+    if args.offload:
+        zero.setdefault("offload_optimizer", {"device": "cpu", "pin_memory": True})
+    return settings
+
+
+def state_tensors(engine: object) -> list[torch.Tensor]:
+    """The tensors that a DeepSpeed engine keeps on this rank, its communication buckets apart.
+
+    Weights, gradients, Adam's moments, and from stage 1 on the float32 master copy, each where its stage has it.
+    """
+    parameters, optimizer = list(engine.module.parameters()), engine.optimizer
+    kept = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
+    kept += [parameter.grad for parameter in parameters if parameter.grad is not None]
+    kept += getattr(optimizer, "single_partition_of_fp32_groups", [])  # stages 1 and 2
+    for gradients in ("averaged_gradients", "all_grad_tensors"):  # the second one while gradients are accumulated
+        kept += [part for parts in getattr(optimizer, gradients, {}).values() for part in parts or []]
+    kept += [part for group in getattr(optimizer, "fp32_groups", []) for part in group]  # stage 0, mixed precision
+    kept += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # stage 3
+    kept += [buffer for buffer in [getattr(optimizer, "grad_partitions_flat_buffer", None)] if buffer is not None]
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return kept + [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+
+
+def save_zero(folder: str | Path, engine: object) -> None:
+    """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective; folders as above."""
+    (Path(folder) / "zero").mkdir()  # DeepSpeed makes it on the first rank's node only
+    engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
+
+
+def make_universal(folder: str | Path, worker: Worker) -> None:
+    """Convert what `save_zero` has written for any number of ranks, once on each node. Collective."""
+    from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal  # takes seconds to import
+
+    folder = Path(folder)
+    with local_first(worker):
+        if not (folder / "universal").exists():
+            partial = folder / f"universal.{uuid.uuid4().hex}.partial"
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it draws progress bars
+                ds_to_universal(Namespace(
+                    input_folder=str(folder / "zero"), output_folder=str(partial), num_extract_workers=1,
+                    num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+                ))  # fmt: skip
+            partial.rename(folder / "universal")
+
+
+def restore_zero(folder: str | Path, engine: object, universal: bool = False) -> None:
+    """Read this rank's slices of a DeepSpeed engine. Collective. DeepSpeed unpickles them, as in `restore_sharded`.
+
+    universal: read what `make_universal` has made, for an engine whose settings say `load_universal`.
+    """
+    loaded, _ = engine.load_checkpoint(str(folder), tag="universal" if universal else "zero")
+    if loaded is None:
+        raise UsageError(f"{folder} holds no checkpoint of DeepSpeed")

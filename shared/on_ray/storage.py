@@ -1,0 +1,237 @@
+"""A run's checkpoints in Ray's storage: a folder that all nodes see, or a cloud's object store."""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pyarrow.fs
+import ray.train
+
+from shared import checkpoint, runs, sharded
+from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, wait_for_all
+from shared.errors import UsageError
+from shared.progress import write_metrics
+
+STATE_FILE = "state.pt"
+SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"  # Ray's own list of a run's checkpoints
+
+
+def file_system(folder: str) -> tuple[pyarrow.fs.FileSystem, str]:
+    """What reads and writes a path or a URI, and the path in it. Raises ValueError for a URI that it cannot use."""
+    try:
+        return pyarrow.fs.FileSystem.from_uri(folder)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"cannot use --storage-path: {error}") from error
+
+
+class RayRun(runs.Run):
+    """A run whose checkpoints are folders that Ray Train has stored, under a path or a URI.
+
+    The driver claims it and sends it to the workers.
+    """
+
+    local_mode = False  # Ray's local mode stores no checkpoints
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace, **more: object) -> "RayRun":
+        """The run that the options ask for. Raises UsageError for a URI with options in it."""
+        if "://" not in args.storage_path:
+            folder = str(runs.Run.from_args(args).folder)
+        elif "?" in args.storage_path:
+            raise UsageError("--storage-path takes no options after a ?; AWS_ENDPOINT_URL names your own S3 store")
+        else:
+            folder = f"{args.storage_path.rstrip('/')}/{args.run_name or runs.new_name()}"
+        run = cls(folder, runs.options_of(args) | more)
+        run.local_mode = args.num_workers == 0
+        return run
+
+    @property
+    def name(self) -> str:
+        """The run's name, for Ray's RunConfig."""
+        return self.folder.rpartition("/")[2]
+
+    @property
+    def storage_path(self) -> str:
+        """The path or URI that holds the run's folder, for Ray's RunConfig."""
+        return self.folder.rpartition("/")[0]
+
+    @property
+    def on_this_disk(self) -> bool:
+        """Whether the checkpoints are files that this node sees."""
+        return isinstance(file_system(self.folder)[0], pyarrow.fs.LocalFileSystem)
+
+    def list_newest_first(self) -> list[str]:
+        """Paths of its checkpoint folders, readable or not, newest first."""
+        files, path = file_system(self.folder)
+        found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+        return sorted((each.path for each in found if each.base_name.startswith("checkpoint-")), reverse=True)
+
+    def load_newest(self, worker: Worker) -> tuple[str | None, dict | None, list[str]]:
+        """As `Run.load_newest`, of the checkpoints that `report` has made. worker: logs how far a long check is."""
+
+        def load(path: str) -> dict:
+            state = self.load(path)
+            self.verify(path, state.get("files", {}), log=worker.log)
+            return state
+
+        return checkpoint.first_readable(self.list_newest_first(), load)
+
+    def load(self, path: str) -> dict:
+        """The state in a checkpoint's folder, without the slices beside it. Raises ValueError if it is damaged."""
+        if self.on_this_disk:
+            return checkpoint.load(Path(path) / STATE_FILE)
+        with tempfile.TemporaryDirectory() as local:  # from a cloud only this small file is fetched
+            copy = Path(local) / STATE_FILE
+            pyarrow.fs.copy_files(f"{path}/{STATE_FILE}", str(copy), source_filesystem=file_system(self.folder)[0])
+            return checkpoint.load(copy)
+
+    def verify(self, path: str, written: dict[str, list[int]], log: Callable[[str], None] = lambda line: None) -> None:
+        """Raises ValueError if a file of a checkpoint's folder is not as it was `written` (`sharded.file_checksums`).
+
+        In a cloud only sizes are compared: the store itself keeps checksums of uploads. log: see `file_checksums`.
+        """
+        if self.on_this_disk:
+            sharded.verify(written, sharded.file_checksums(path, written, log))
+        else:
+            found = file_system(self.folder)[0].get_file_info(pyarrow.fs.FileSelector(path, recursive=True))
+            sizes = {each.path.removeprefix(f"{path}/"): [each.size] for each in found}
+            sharded.verify({name: entry[:1] for name, entry in written.items()}, sizes)
+
+    def make_folder(self) -> None:
+        """Make the folder where it is missing, and remove Ray's list of its checkpoints if it is wrong. Raises OSError.
+
+        Ray refuses to continue where its list is damaged or names a checkpoint that is gone. The checkpoints themselves
+        hold all that a run needs, so such a list is deleted, and Ray starts a new one.
+        """
+        files, path = file_system(self.folder)
+        files.create_dir(path, recursive=True)
+        files.open_output_stream(f"{path}/.writable").close()
+        files.delete_file(f"{path}/.writable")
+        snapshot = f"{path}/{SNAPSHOT_FILE}"
+        if files.get_file_info(snapshot).is_file:
+            try:
+                listed = json.loads(files.open_input_stream(snapshot).read())["checkpoint_results"]
+                gone = {f"{path}/{each['checkpoint_dir_name']}" for each in listed} - set(self.list_newest_first())
+            except (ValueError, KeyError, TypeError):
+                gone = {"unreadable"}
+            if gone:
+                files.delete_file(snapshot)
+
+    def claim(self, args: argparse.Namespace, worker: Worker) -> dict | None:
+        """As `Run.claim`, for the driver, before it starts a worker. Raises ValueError for --resume in local mode."""
+        if not self.local_mode:
+            return super().claim(args, worker)
+        if args.resume:
+            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+        return runs.check_metrics_out(args)
+
+    def check_folder(self) -> None:
+        """Raises ValueError on a node that does not see the run's folder, which the driver has made."""
+        if not self.local_mode and "://" not in self.folder and not os.path.isdir(self.folder):
+            raise ValueError(
+                f"{self.folder} is not seen from node {socket.gethostname()}: "
+                "--storage-path must be a folder that all nodes share, or a URI such as s3://BUCKET/runs"
+            )
+
+    def newest_state(self, worker: Worker) -> tuple[str | None, dict | None]:
+        """Path and state of the newest readable checkpoint, on every rank; (None, None) before the first. Collective.
+
+        The ranks share the work of checking files. Rank 0 reports what was skipped. Raises OSError if none can be read
+        although the driver has read one or Ray has stored one: Ray then starts the workers again, as often as
+        `max_failures` says. Starting from scratch would push out checkpoints that are good once the storage is back. (A
+        worker that dies in the first upload leaves an unreadable checkpoint, and nothing is lost.)
+        """
+        if self.local_mode:
+            return None, None
+        skipped = []
+        for path in from_rank_zero(self.list_newest_first() if worker.rank == 0 else None):
+            try:
+                with fail_together():
+                    state = self.load(path) if worker.rank == 0 else None
+                files = from_rank_zero(state and state.get("files", {}))
+                with fail_together():
+                    if path != self.resumed_from:  # which the driver has checked
+                        self.verify(path, dict(list(files.items())[worker.rank :: worker.world_size]))
+                return from_rank_zero((path, state))
+            except UsageError as error:
+                skipped.append(f"{Path(path).name} ({error})")
+                if worker.rank == 0:
+                    worker.log(f"skipped {skipped[-1]}")
+        if skipped and (self.resumed_from is not None or ray.train.get_checkpoint() is not None):
+            raise OSError(f"no readable checkpoint in {self.folder}: {'; '.join(skipped)}")
+        return None, None
+
+    @contextlib.contextmanager
+    def newest_checkpoint(self, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:
+        """As `newest_state`, with the path of a local folder.
+
+        A checkpoint in storage that this node does not see is copied to the node, once.
+        """
+        path, state = self.newest_state(worker)
+        if path is None:
+            yield None, None
+        else:
+            with ray.train.Checkpoint(path, file_system(self.folder)[0]).as_directory() as local:
+                wait_for_all()  # another node may still be copying
+                yield local, state
+
+
+def new_folder() -> tempfile.TemporaryDirectory:
+    """A folder on this node for one checkpoint, on its way to the storage.
+
+    Ray kills the workers of a run that lost one. What such a process was writing is deleted here by the next one that
+    saves, or some failures later the disk would be full.
+    """
+    prefix = f"ray-train-checkpoint-{socket.gethostname()}_"
+    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*_*"):
+        if not psutil.pid_exists(int(folder.name.removeprefix(prefix).partition("_")[0])):
+            shutil.rmtree(folder, ignore_errors=True)  # another worker may be deleting it too
+    return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}_")
+
+
+def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
+    """Rank 0 writes `state`, and Ray copies it to the run's storage, together with `metrics`. Collective.
+
+    write: called on every rank with a folder, for its own part of a sharded checkpoint.
+    """
+    with new_folder() as folder:
+        if write is not None:
+            write(folder)
+            checksums = sharded.file_checksums(folder)
+            wait_for_all()
+            parts = gather_objects(checksums)
+            state = {**state, "files": {name: entry for part in parts for name, entry in part.items()}}
+        if worker.rank == 0:
+            checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
+        # A resumed run may come to the same step again: the name must still be new.
+        name = f"checkpoint-{state['progress']['step']:08d}-{uuid.uuid4().hex[:8]}"
+        reported = ray.train.Checkpoint.from_directory(folder) if worker.rank == 0 or write is not None else None
+        ray.train.report(metrics, checkpoint=reported, checkpoint_dir_name=name)
+
+
+class MetricsFile(ray.train.UserCallback):
+    """Writes --metrics-out while a run is training. Ray's controller calls it, on the driver's machine."""
+
+    def __init__(self, path: str | None, lines: list[dict]) -> None:
+        self.path = path and os.path.abspath(path)
+        self.lines = lines
+
+    def after_report(self, run_context: object, metrics: list[dict], checkpoint: ray.train.Checkpoint | None) -> None:
+        """Add the line of the epoch that rank 0 reports, or replace an earlier one.
+
+        Epoch 0 has none: what is saved before the first step, or inside an epoch.
+        """
+        line = metrics[0]
+        if line["epoch"] > 0 and self.path:
+            if len(self.lines) < line["epoch"] - 1:  # an earlier controller has written them
+                self.lines = [json.loads(text) for text in Path(self.path).read_text().splitlines()]
+            self.lines = [*self.lines[: line["epoch"] - 1], line]
+            write_metrics(self.path, self.lines)

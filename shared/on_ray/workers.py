@@ -1,0 +1,114 @@
+"""Ray Train's workers: who they are, what they run, and in one line why they failed."""
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+import ray
+import ray.train
+from ray.exceptions import RayActorError
+from ray.train.torch import TorchConfig, TorchTrainer, get_device
+from ray.util.placement_group import PlacementGroup
+
+from shared.distributed import Worker
+from shared.errors import RunFailed, UsageError
+from shared.on_ray.storage import MetricsFile, RayRun
+
+MAX_FIT_ATTEMPTS = 4
+
+
+def num_processes(num_workers: int) -> int:
+    """How many processes train, at least: the workers, or in local mode this one and its siblings under torchrun."""
+    return num_workers or int(os.environ.get("WORLD_SIZE", 1))
+
+
+def current_worker() -> Worker:
+    """Who this Ray Train worker is: Ray has made the process group and chosen the device."""
+    context = ray.train.get_context()
+    return Worker(context.get_world_rank(), context.get_local_rank(), context.get_world_size(), get_device())
+
+
+def on_workers(train: Callable[..., object]) -> Callable[[dict], object]:
+    """What TorchTrainer runs on every worker: `train`, with its config as keyword arguments, and its worker.
+
+    A user's mistake is returned, for `fit` to raise. If a worker raised it, Ray would start them all again.
+    """
+
+    def train_worker(config: dict) -> object:
+        try:
+            return train(worker=current_worker(), **config)
+        except UsageError as error:
+            return error
+
+    return train_worker
+
+
+def build_trainer(
+    train: Callable[..., object], config: dict, args: argparse.Namespace, run: RayRun, use_gpu: bool, **data: object
+) -> TorchTrainer:
+    """The TorchTrainer that train_ray_ddp.py builds step by step, for a fixed number of workers.
+
+    train: what every worker runs, with `config` as keyword arguments. data: data sets, and how they are dealt.
+    """
+    return TorchTrainer(
+        on_workers(train),
+        train_loop_config=config,
+        torch_config=TorchConfig(timeout_s=600),
+        scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu),
+        run_config=ray.train.RunConfig(
+            name=run.name,
+            storage_path=run.storage_path,
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+            failure_config=ray.train.FailureConfig(max_failures=3),
+            callbacks=[MetricsFile(args.metrics_out, run.metrics)],
+        ),
+        **data,
+    )
+
+
+def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
+    """Call `trainer.fit()`, and return what the workers return: their metrics. Raises UsageError and RunFailed.
+
+    Ray Train replaces a worker that dies while it trains, as often as `max_failures` says. One that dies while the
+    workers are being started, or started again, ends `fit` in ray 2.60, and so does the death of Ray's controller.
+    Nothing is wrong with the run then. It continues from its newest checkpoint, in MAX_FIT_ATTEMPTS attempts at most.
+    """
+    for attempt in range(1, MAX_FIT_ATTEMPTS + 1):
+        try:
+            returned = trainer.fit().return_value
+            if isinstance(returned, UsageError):
+                raise returned
+            return returned
+        except (ray.train.TrainingFailedError, RayActorError) as error:
+            lost = error.controller_failure if isinstance(error, ray.train.ControllerError) else error
+            reason = reason_of(lost)
+            if not isinstance(lost, RayActorError) or attempt == MAX_FIT_ATTEMPTS:
+                raise RunFailed(f"{reason}. {run.resume_hint()}") from None
+            again = f"({attempt} of {MAX_FIT_ATTEMPTS - 1})"
+            driver.log(f"{reason}; starting the workers again from the newest checkpoint {again}")
+            with contextlib.suppress(OSError):  # if the storage is away, the next fit meets the same error
+                run.make_folder()
+            remove_leftover_placement_groups()
+
+
+def remove_leftover_placement_groups() -> None:
+    """Free the CPUs and GPUs that a worker group of this job still holds because it died while it started."""
+    job = ray.get_runtime_context().get_job_id()
+    for name, group in ray.util.placement_group_table().items():
+        if name.endswith(job) and group["state"] != "REMOVED":  # a group's name ends with that of its job
+            ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(name)))
+
+
+def reason_of(error: Exception) -> str:
+    """Why training failed, in one line. If a worker's own code failed, its traceback goes to stderr."""
+    if isinstance(error, RayActorError):
+        return f"a worker or Ray's controller died where Ray Train does not replace it ({type(error).__name__})"
+    if not isinstance(error, ray.train.WorkerGroupError):
+        return f"Ray Train failed: {str(error).splitlines()[0]}"
+    rank, failure = min(error.worker_failures.items())
+    if isinstance(failure, RayActorError):
+        return f"the worker of rank {rank} died, and workers were replaced as often as max_failures says"
+    print(failure, file=sys.stderr)
+    return f"the worker of rank {rank} failed: {str(failure).strip().splitlines()[-1]}"

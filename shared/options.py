@@ -1,0 +1,175 @@
+"""The options that all training scripts share: the same names, defaults and meaning."""
+
+import argparse
+import contextlib
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NoReturn, TextIO
+
+import torch
+
+from shared.distributed import rank_from_environment
+from shared.errors import UsageError
+from shared.tasks import Task, task_for
+
+SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale cluster
+PRECISIONS = {
+    "fp32": "float32, except that cuDNN convolutions may use TF32 on a GPU",
+    "bf16": "autocast, weights stay float32",
+    "fp64": "to compare runs",
+}
+
+
+class Options(argparse.Namespace):
+    """What a command line asks for, frozen: nothing is added or changed after parsing."""
+
+    def __init__(self, **values: object) -> None:
+        vars(self).update(values)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"options are frozen: {name} cannot be set")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are UsageErrors, whose help rank 0 alone prints, and whose options are frozen.
+
+    completions: functions of the parsed options, called before these are frozen. They fill in defaults that depend on
+    other options, and raise UsageError for options that contradict each other.
+    """
+
+    def __init__(self, description: str) -> None:
+        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.completions: list[Callable[[argparse.Namespace], None]] = []
+
+    def parse_args(self, words: Sequence[str] | None = None) -> Options:
+        parsed = super().parse_args(words)
+        for complete in self.completions:
+            complete(parsed)
+        return Options(**vars(parsed))
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists the options)")
+
+    def print_help(self, file: TextIO | None = None) -> None:
+        if rank_from_environment() == 0:
+            super().print_help(file)
+
+
+def checked(convert: Callable, is_valid: Callable[[object], bool], meaning: str) -> Callable[[str], object]:
+    """An option's type: `convert` reads it, `is_valid` judges the value, `meaning` says what is expected."""
+
+    def read(text: str) -> object:
+        with contextlib.suppress(ValueError):
+            if is_valid(value := convert(text)):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} is not {meaning}")
+
+    return read
+
+
+def worker_range(text: str) -> tuple[int, int]:
+    """N, or MIN:MAX, as the fewest and the most workers. Raises ValueError for anything else."""
+    fewest, _, most = text.partition(":")
+    if ":" in text and int(fewest) < 1:
+        raise ValueError(f"{text}: a range begins at 1")
+    return int(fewest), int(most if ":" in text else fewest)
+
+
+def split_worker_range(options: argparse.Namespace) -> None:
+    """Make two options of (MIN, MAX): num_workers and max_workers."""
+    options.num_workers, options.max_workers = options.num_workers
+
+
+positive_int = checked(int, lambda value: value > 0, "a whole number above 0")
+positive_float = checked(float, lambda value: 0 < value < float("inf"), "a number above 0")
+seed = checked(int, lambda value: 0 <= value <= 2**62, "a whole number between 0 and 2**62")  # an epoch is added to it
+run_name = checked(
+    str, lambda name: "/" not in name and name not in ("", ".", ".."),
+    "the name of a folder (--storage-path says where runs are)",
+)  # fmt: skip
+num_workers = checked(int, lambda value: value >= 0, "a number of workers, 0 or more (this script takes no MIN:MAX)")
+elastic_workers = checked(
+    worker_range, lambda value: 0 <= value[0] <= value[1],
+    "a number of workers, 0 or more, or MIN:MAX with 1 <= MIN <= MAX",
+)  # fmt: skip
+
+
+def path_or_uri(text: str) -> str:
+    """An option's value as an absolute path, or a URI without its trailing slash."""
+    return text.rstrip("/") if "://" in text else os.path.abspath(text)
+
+
+def training_parser(
+    description: str, tasks: Sequence[type[Task]], models: Sequence[str] = (),
+    precisions: Mapping[str, str] = PRECISIONS,
+) -> Parser:  # fmt: skip
+    """The options that all training scripts share; a script adds its own.
+
+    tasks: those that the script serves; the default data set is the first of the first. models: only these of the
+    tasks' models. precisions: the choices for --precision, each with its meaning.
+    """
+    datasets = [name for task in tasks for name in task.dataset_names]
+    models = models or [name for task in tasks for name in task.model_names]
+    parser = Parser(description)
+    parser.completions.append(lambda options: task_for(options.dataset, tasks).complete_options(options))
+    add = parser.add_argument
+    add("--epochs", type=positive_int, default=5, help="passes over the training set (default: %(default)s)")
+    add("--max-steps", type=positive_int, help="stop after this many optimizer steps in all (default: no limit)")
+    add("--save-every-steps", type=positive_int, metavar="STEPS",
+        help="also save inside an epoch, every STEPS optimizer steps (default: at its end)")  # fmt: skip
+    add("--batch-size", type=positive_int, default=64,
+        help="GLOBAL batch: samples per optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
+    add("--lr", type=positive_float, default=1e-3,
+        help="Adam's learning rate at the start (default: %(default)s)")  # fmt: skip
+    add("--lr-step-size", type=positive_int, default=2, metavar="EPOCHS",
+        help="halve the learning rate every EPOCHS epochs (default: %(default)s; long runs want more)")  # fmt: skip
+    add("--seed", type=seed, default=0, help="seed of weights, sample order and dropout (default: %(default)s)")
+    add("--dataset", choices=datasets, default=datasets[0], help="default: %(default)s, which needs no download")
+    add("--model", choices=models,
+        help=f"default: {', '.join(f'{task.model_names[0]} for {task.name}' for task in tasks)}")  # fmt: skip
+    # Ray moves its workers to folders of their own: a relative path must be made absolute here.
+    add("--data-dir", type=os.path.abspath, default="data", help="where data sets are downloaded to (default: ./data)")
+    meanings = "; ".join(f"{name}: {meaning}" for name, meaning in precisions.items())
+    add("--precision", choices=tuple(precisions), default="fp32", help=f"{meanings} (default: %(default)s)")
+    add("--storage-path", default="runs", help="folder that holds the runs' checkpoints (default: ./%(default)s)")
+    add("--run-name", type=run_name,
+        help="the run's folder under --storage-path (default: a new one, with the time in its name)")  # fmt: skip
+    add("--resume", action="store_true", help="continue from the newest readable checkpoint of --run-name")
+    add("--metrics-out", metavar="FILE", help="write one JSON line per epoch to FILE")
+    add("--quiet", action="store_true", help="print no line every few seconds while an epoch is running")
+    for task in tasks:
+        task.add_options(parser)
+    return parser
+
+
+def ray_parser(
+    description: str, tasks: Sequence[type[Task]], elastic: bool = False, **choices: Sequence[str] | Mapping[str, str]
+) -> Parser:
+    """The options of every training script, and those of the scripts on Ray. choices: see `training_parser`.
+
+    elastic: --num-workers may be MIN:MAX; `num_workers` is MIN then and `max_workers` MAX.
+    """
+    parser = training_parser(description, tasks, **choices)
+    parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
+    as_many = "; MIN:MAX: as many as there is room for, even when nodes come and go" if elastic else ""
+    parser.add_argument(
+        "--num-workers",
+        type=elastic_workers if elastic else num_workers,
+        default="2",
+        metavar="N or MIN:MAX" if elastic else "N",
+        help=f"training processes; 0: Ray's local mode, in this process, to debug{as_many} (default: %(default)s)",
+    )
+    parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
+        help="one GPU per worker (default: if there are any; say so if a cluster has yet to start them)")  # fmt: skip
+    if elastic:
+        parser.completions.append(split_worker_range)
+    return parser
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raises ValueError for bf16 on a GPU without bf16 units, where it would be emulated, and for fp16 on a CPU."""
+    if precision == "fp16" and device.type == "cpu":
+        raise ValueError("--precision fp16 needs a GPU; on a CPU use fp32 or bf16")
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bf16 units; use --precision fp32")

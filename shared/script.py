@@ -1,0 +1,84 @@
+"""How every training script starts and ends: one line for a mistake, a clean end on Ctrl-C and SIGTERM."""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch.distributed as dist
+
+from shared.distributed import Worker, rank_from_environment
+from shared.errors import RunFailed, UsageError
+from shared.runs import Run
+
+STOPPING = threading.Event()
+
+
+def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lambda: None) -> None:
+    """From now on Ctrl-C and SIGTERM end this process within seconds, with exit code 128 + signal.
+
+    Rank 0 first says what is saved of `run` and how to continue it, then `clean_up` is called. Neither can keep the
+    process from ending: storage that does not answer, a closed standard output or an error gets a few seconds each. A
+    thread takes the signal: Python runs signal handlers in the main thread only, and that may be waiting in a
+    collective for a rank that has gone. The thread hears of every signal that has a handler, including the SIGCHLD of
+    a DataLoader's workers.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    signal.set_wakeup_fd(write_end)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: STOPPING.set())
+
+    def say(name: str, pool: ThreadPoolExecutor) -> None:
+        try:
+            hint = pool.submit(run.resume_hint).result(timeout=5)
+        except TimeoutError:
+            hint = f"{run.folder} does not answer; continue with: {run.resume_command()}"
+        pool.submit(worker.log, f"stopped by {name}: {hint}").result(timeout=5)
+
+    def wait() -> None:
+        while (number := os.read(read_end, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+            pass
+        STOPPING.set()
+        try:
+            pool = ThreadPoolExecutor()
+            if worker.rank == 0:
+                with contextlib.suppress(Exception):
+                    say(signal.Signals(number).name, pool)
+            pool.submit(clean_up).result(timeout=5)
+        finally:
+            os._exit(128 + number)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def run_main(main: Callable[[], None]) -> None:
+    """Run a script. A UsageError ends it with exit code 2, a RunFailed with 1, each with one line from rank 0.
+
+    If rank 0 has no such error and the ranks have not met yet, the first process of the node that has one prints it.
+    """
+    try:
+        main()
+    except Exception as error:
+        reported = isinstance(error, (UsageError, RunFailed))
+        if not reported:
+            # A rank that was stopped breaks the collectives of the others a moment before their own signal arrives.
+            time.sleep(1)
+        if STOPPING.is_set():
+            time.sleep(60)  # this process is being ended: what breaks meanwhile is not its own error
+        if not reported:
+            raise
+        rank, met = rank_from_environment(), dist.is_initialized()
+        if rank != 0:
+            # torchrun ends all processes when the first one exits: let rank 0 speak before that.
+            time.sleep(30)
+        if rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
+            print(f"{Path(sys.argv[0]).name}: {error.kind}: {error}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        # Where there is a process group, without the teardown of Python's modules, which may abort.
+        (os._exit if met else sys.exit)(error.exit_code)

@@ -1,0 +1,84 @@
+"""A sharded checkpoint: every rank writes and reads its own slices, and checksums tell whether all files are intact."""
+
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shared.errors import UsageError
+
+
+def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Write this rank's slices of weights and optimizer state into `folder`, with torch.distributed.checkpoint.
+
+    Collective. The folder may be a different one on each node: their files together are the checkpoint. The optimizer
+    must have taken a step. Otherwise torch takes one itself to have something to save: with a learning rate of 0, but
+    Adam counts it like any other, and the training would differ.
+    """
+    import torch.distributed.checkpoint as dcp  # half a second, for those who need it
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    assert optimizer.state, "nothing to save before the first step"
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+
+
+def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
+    """Read this rank's slices from what any number of ranks have written with `save_sharded`. Collective.
+
+    Raises UsageError if `folder` holds another model: every rank meets the same error. An error that a retry may cure
+    (a file that cannot be read right now, memory) is raised as it is. DCP unpickles a file of the folder, which may run
+    code: read only what nobody else can write.
+    """
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    try:
+        dcp.load(state, checkpoint_id=folder)
+    except (dcp.CheckpointException, RuntimeError, ValueError) as error:
+        causes = (
+            [cause for cause, _ in error.failures.values()] if isinstance(error, dcp.CheckpointException) else [error]
+        )
+        if any(isinstance(cause, (OSError, EOFError, torch.OutOfMemoryError)) for cause in causes):
+            raise
+        raise UsageError(f"the checkpoint is of another model: {str(causes[0]).splitlines()[0]}") from error
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def file_checksums(
+    folder: str | Path, names: Iterable[str] | None = None, log: Callable[[str], None] = lambda line: None
+) -> dict[str, list[int]]:
+    """Size in bytes and CRC-32 of every file in `folder`, by its path in it.
+
+    names: check only these, if they exist. log: gets the progress, every ten seconds.
+    """
+    if names is None:
+        names = (path.relative_to(folder).as_posix() for path in Path(folder).rglob("*"))
+    paths = {name: Path(folder) / name for name in sorted(names) if (Path(folder) / name).is_file()}
+    found, logged = {}, time.monotonic()
+    for number, (name, path) in enumerate(paths.items(), start=1):
+        crc = 0
+        with open(path, "rb") as file:
+            while block := file.read(2**24):
+                crc = zlib.crc32(block, crc)
+        found[name] = [path.stat().st_size, crc]
+        if time.monotonic() - logged > 10:
+            logged = time.monotonic()
+            log(f"checking {folder}: file {number} of {len(paths)}")
+    return found
+
+
+def verify(written: dict[str, list[int]], found: dict[str, list[int]]) -> None:
+    """Raises ValueError if a file that was `written` is not `found` as it was; both come from `file_checksums`."""
+    for name, expected in written.items():
+        if name not in found:
+            raise ValueError(f"incomplete: {name} is missing")
+        if found[name] != expected:
+            how = "truncated" if found[name][0] < expected[0] else "damaged"
+            raise ValueError(f"{how}: {name} in it is not as it was written")

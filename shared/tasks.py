@@ -1,0 +1,200 @@
+"""What is trained, behind one interface: data, model, optimizer, loss and accuracy. Images, or text."""
+
+import argparse
+import os
+import zlib
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from shared import datasets, models
+from shared.datasets import Splits
+from shared.distributed import Worker, check_same, fail_together, global_max, local_first
+from shared.errors import UsageError
+from shared.progress import Progress
+from shared.sampling import global_batch_counts
+
+
+class Task:
+    """What a run trains. Samples are (inputs, targets); logits (batch, classes) or (batch, T, vocab_size).
+
+    splits: the data. precision: of the options. dtype: of weights and floating-point inputs.
+    """
+
+    name: str  # of what it trains on
+    source: str  # where a node finds it
+    dataset_names: Sequence[str]  # for --dataset
+    model_names: Sequence[str]  # for --model, the default first
+
+    def __init__(self, args: argparse.Namespace, splits: Splits, device: torch.device) -> None:
+        self.args, self.splits, self.device, self.precision = args, splits, device, args.precision
+        self.dtype = torch.float64 if self.precision == "fp64" else torch.float32
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        """Add the options that only this task has."""
+
+    @classmethod
+    def complete_options(cls, options: argparse.Namespace) -> None:
+        """Fill in the default model. Raises UsageError for options of a different task."""
+        options.model = options.model or cls.model_names[0]
+        if options.model not in cls.model_names:
+            names = ", ".join(cls.model_names)
+            raise UsageError(f"--model {options.model} does not train on --dataset {options.dataset}; use {names}")
+
+    @staticmethod
+    def load(args: argparse.Namespace) -> Splits:
+        """The data that the options ask for. Raises ValueError or OSError if they cannot be used."""
+        raise NotImplementedError
+
+    def check_batches(self, world_size: int) -> None:
+        """Raises ValueError if a rank's part of a batch can be too small for the model."""
+
+    def build_model(self) -> nn.Module:
+        """The model with its start weights: the same ones for the same seed."""
+        raise NotImplementedError
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The default optimizer."""
+        return torch.optim.Adam(model.parameters(), lr=self.args.lr)
+
+    def to_device(self, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch (inputs, targets) on the device, with floating-point inputs in the weights' type."""
+        inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
+        return inputs.to(self.dtype) if inputs.is_floating_point() else inputs, targets
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Cross-entropy, added up over the samples; of a text the mean over its tokens. Never in half precision."""
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
+        return total / targets.shape[1:].numel()
+
+    def totals(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """(loss, correct answers, samples), each added up over the batch, in float64. A text's answers count as one."""
+        correct = (logits.argmax(dim=-1) == targets).sum().double() / targets.shape[1:].numel()
+        samples = torch.tensor(len(targets), dtype=torch.float64, device=targets.device)
+        return torch.stack([self.loss(logits, targets).double(), correct, samples])
+
+    def watch(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Called in every step before its forward pass: a task that reports memory measures it in the last one."""
+
+    def measured(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+        """What the task adds to an epoch's metrics. Called after its last step. Collective."""
+        return {}
+
+
+class ImageTask(Task):
+    """Classify small images."""
+
+    name, source = "images", "files in --data-dir"
+    dataset_names = tuple(datasets.IMAGE_DATASETS)
+    model_names = tuple(models.IMAGE_MODELS)
+
+    @classmethod
+    def complete_options(cls, options: argparse.Namespace) -> None:
+        super().complete_options(options)
+        for name in ("preset", "text_file", "activation_checkpointing"):
+            if getattr(options, name, None):
+                raise UsageError(f"--{name.replace('_', '-')} goes with --dataset text")
+
+    @staticmethod
+    def load(args: argparse.Namespace) -> Splits:
+        return datasets.load(args.dataset, args.data_dir)
+
+    def check_batches(self, world_size: int) -> None:
+        num_samples, model = len(self.splits.train), self.args.model
+        fewest = min(global_batch_counts(num_samples, self.args.batch_size)) // world_size
+        if "batchnorm" in model and fewest < 2:  # of one sample there is no variance
+            raise ValueError(
+                f"--model {model} needs two samples per rank in every batch, and {num_samples} samples in batches of "
+                f"{self.args.batch_size} over {world_size} ranks leave {fewest}; use another --batch-size or --model "
+                "resnet18"
+            )
+
+    def build_model(self) -> nn.Module:
+        return models.build(self.args.model, self.splits.image_shape, self.splits.num_classes)
+
+
+class TextTask(Task):
+    """Predict a text's next byte with a GPT."""
+
+    name, source = "texts", "--text-file"
+    dataset_names = ("text",)
+    model_names = ("gpt",)
+
+    def __init__(self, args: argparse.Namespace, splits: Splits, device: torch.device) -> None:
+        super().__init__(args, splits, device)
+        # Not `config`: for a function that also names `distributed`, cloudpickle would pickle torch.distributed.config.
+        self.gpt_config = models.GPT_PRESETS[args.preset]
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--preset", choices=tuple(models.GPT_PRESETS),
+            help="size of the GPT; nano has 1 M parameters (default: nano)")  # fmt: skip
+        parser.add_argument("--text-file", metavar="FILE", type=os.path.abspath,
+            help="train on 1,280 windows of this text, which every node has at this path, the same ones each epoch "
+            "(default: Python's standard library)")  # fmt: skip
+        parser.add_argument("--activation-checkpointing", action="store_true",
+            help="keep only the blocks' inputs, and compute the rest again in the backward pass")  # fmt: skip
+
+    @classmethod
+    def complete_options(cls, options: argparse.Namespace) -> None:
+        super().complete_options(options)
+        options.preset = options.preset or "nano"
+
+    @staticmethod
+    def load(args: argparse.Namespace) -> Splits:
+        return datasets.text(models.GPT_PRESETS[args.preset].context, args.text_file)
+
+    def build_model(self) -> nn.Module:
+        model = models.GPT(self.gpt_config, self.args.activation_checkpointing)
+        models.init_weights(model, self.args.seed)
+        return model
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=self.args.lr)
+
+    def watch(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        if progress.steps_left == 0:  # the last step only: on a CPU, watching takes time
+            from shared.measure import PeakMemory  # half a second, for those who need it
+
+            self.memory = PeakMemory(self.device)
+            self.memory.start(model, optimizer)
+
+    def measured(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+        from shared.measure import state_bytes
+
+        return self.metrics_of(progress, state_bytes(model, optimizer), self.memory.stop())
+
+    def metrics_of(self, progress: Progress, state_bytes: int, peak_bytes: int) -> dict:
+        """What this rank has measured, as metrics: the largest number of bytes of all ranks. Collective."""
+        return {
+            "tokens_per_second": progress.position * self.gpt_config.context / progress.seconds,
+            "state_bytes_per_rank": global_max(state_bytes),
+            "peak_memory_bytes": global_max(peak_bytes),
+        }
+
+
+def task_for(dataset: str, tasks: Sequence[type[Task]]) -> type[Task]:
+    """The task of `tasks` that the data set belongs to; a data set with a name of its own belongs to the first."""
+    return next((task for task in tasks if dataset in task.dataset_names), tasks[0])
+
+
+def build(tasks: Sequence[type[Task]], args: argparse.Namespace, worker: Worker, max_world_size: int = 0) -> Task:
+    """The task of `tasks` that the options ask for, with its data, the same on every rank. Collective.
+
+    The first process of each node downloads what is missing. max_world_size: the world may grow to this size. Raises
+    UsageError, on every rank, if the data cannot be used or differ between the ranks.
+    """
+    task_class = task_for(args.dataset, tasks)
+    with fail_together(), local_first(worker):
+        splits = task_class.load(args)
+    task = task_class(args, splits, worker.device)
+    with fail_together():
+        task.check_batches(max(worker.world_size, max_world_size))
+    checksum = zlib.crc32(splits.train.tensors[0].contiguous().numpy())
+    check_same(checksum, f"the nodes' {task.name} differ: give them all the same {task.source}")
+    return task
