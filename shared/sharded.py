@@ -61,16 +61,16 @@ def file_checksums(
     if names is None:
         names = (path.relative_to(folder).as_posix() for path in Path(folder).rglob("*"))
     paths = {name: Path(folder) / name for name in sorted(names) if (Path(folder) / name).is_file()}
-    found, logged = {}, time.monotonic()
-    for number, (name, path) in enumerate(paths.items(), start=1):
+    total, read, logged, found = sum(path.stat().st_size for path in paths.values()), 0, time.monotonic(), {}
+    for name, path in paths.items():
         crc = 0
         with open(path, "rb") as file:
             while block := file.read(2**24):
-                crc = zlib.crc32(block, crc)
+                crc, read = zlib.crc32(block, crc), read + len(block)
+                if time.monotonic() - logged > 10:
+                    logged = time.monotonic()
+                    log(f"checking {folder}: {read / 1e9:.1f} of {total / 1e9:.1f} GB")
         found[name] = [path.stat().st_size, crc]
-        if time.monotonic() - logged > 10:
-            logged = time.monotonic()
-            log(f"checking {folder}: file {number} of {len(paths)}")
     return found
 
 

@@ -363,12 +363,12 @@ def test_a_sharded_checkpoint_of_another_model_is_told_from_one_that_cannot_be_r
 
 
 def test_checksums_of_large_files_say_how_far_they_are(tmp_path, monkeypatch):
-    for name in "abc":
+    for name in "ab":
         (tmp_path / name).write_bytes(bytes(3 * 2**24))
     (tmp_path / "apart").write_bytes(b"not asked for")
-    seconds = iter(range(0, 1000, 6))  # a file every six
+    seconds = iter(range(0, 1000, 6))  # a block of 16 MiB every six
     monkeypatch.setattr(sharded.time, "monotonic", lambda: next(seconds))
     said = []
-    found = sharded.file_checksums(tmp_path, ["a", "b", "c", "gone"], said.append)
-    assert list(found) == ["a", "b", "c"] and found["a"] == found["c"] == [3 * 2**24, zlib.crc32(bytes(3 * 2**24))]
-    assert said == [f"checking {tmp_path}: file 2 of 3"]
+    found = sharded.file_checksums(tmp_path, ["a", "b", "gone"], said.append)
+    assert list(found) == ["a", "b"] and found["a"] == found["b"] == [3 * 2**24, zlib.crc32(bytes(3 * 2**24))]
+    assert said[-1] == f"checking {tmp_path}: 0.1 of 0.1 GB" and 2 <= len(said) <= 3

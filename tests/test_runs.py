@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import ROOT
 
 from shared import checkpoint, options, runs, tasks
 from shared.distributed import Worker
 from shared.errors import UsageError
-from shared.progress import Limits, Progress, write_metrics
+from shared.progress import LINE_EVERY_S, Limits, Progress, write_metrics
 
 pytestmark = pytest.mark.usefixtures("plain_python")
 
@@ -295,6 +296,7 @@ def test_a_run_is_finished_after_its_epochs_or_its_steps(step, epoch, max_steps,
 @pytest.mark.parametrize(("rank", "quiet", "prints"), [(0, False, True), (0, True, False), (1, False, False)])
 def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsys):
     """Every few seconds: the steps, this rank's own loss since the last line, the speed and the time left."""
+    assert LINE_EVERY_S == 5 and "Every five seconds rank 0 prints a line" in (ROOT / "README.md").read_text()
     clock = iter(range(0, 100, 2))
     monkeypatch.setattr("shared.progress.time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("shared.progress.LINE_EVERY_S", 3)
