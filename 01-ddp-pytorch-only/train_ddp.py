@@ -59,7 +59,7 @@ def main() -> None:
     if dist.is_initialized():
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        distributed.warm_up_ddp_buckets(ddp_model, task.to_device(task.splits.train[:0])[0])
+        distributed.warm_up_ddp_buckets(ddp_model, task.to_device(sampling.empty_batch(task.splits.train))[0])
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
     if not resumed:

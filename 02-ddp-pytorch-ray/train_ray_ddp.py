@@ -92,7 +92,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # [5] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
-        distributed.warm_up_ddp_buckets(ddp_model, task.to_device(task.splits.train[:0])[0])
+        distributed.warm_up_ddp_buckets(ddp_model, task.to_device(sampling.empty_batch(task.splits.train))[0])
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
     # Ray's own sampler would pad, and a single worker would get none. Ray keeps ours, and moves the batches.

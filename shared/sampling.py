@@ -85,6 +85,11 @@ def global_batch_counts(num_samples: int, global_batch_size: int) -> list[int]:
     return [global_batch_size] * full + [tail] * (tail > 0)
 
 
+def empty_batch(dataset: Dataset) -> list[torch.Tensor]:
+    """A batch of no samples: tensors of length 0, with the shapes and types of the data set's."""
+    return [tensor[:0] for tensor in default_collate([dataset[0]])]
+
+
 def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
     """The batches of `loader`, then empty ones until there are `num_batches`.
 

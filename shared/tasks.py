@@ -24,7 +24,6 @@ class Task:
     """
 
     name: str  # of what it trains on
-    source: str  # where a node finds it
     dataset_names: Sequence[str]  # for --dataset
     model_names: Sequence[str]  # for --model, the default first
 
@@ -51,6 +50,10 @@ class Task:
 
     def check_batches(self, world_size: int) -> None:
         """Raises ValueError if a rank's part of a batch can be too small for the model."""
+
+    def checksum(self) -> int:
+        """A number that differs where nodes may have read different data. 0: they cannot, or it is not checked."""
+        return 0
 
     def build_model(self) -> nn.Module:
         """The model with its start weights: the same ones for the same seed."""
@@ -89,7 +92,7 @@ class Task:
 class ImageTask(Task):
     """Classify small images."""
 
-    name, source = "images", "files in --data-dir"
+    name = "images"
     dataset_names = tuple(datasets.IMAGE_DATASETS)
     model_names = tuple(models.IMAGE_MODELS)
 
@@ -121,7 +124,7 @@ class ImageTask(Task):
 class TextTask(Task):
     """Predict a text's next byte with a GPT."""
 
-    name, source = "texts", "--text-file"
+    name = "text"
     dataset_names = ("text",)
     model_names = ("gpt",)
 
@@ -148,6 +151,9 @@ class TextTask(Task):
     @staticmethod
     def load(args: argparse.Namespace) -> Splits:
         return datasets.text(models.GPT_PRESETS[args.preset].context, args.text_file)
+
+    def checksum(self) -> int:
+        return zlib.crc32(self.splits.train.tensors[0].contiguous().numpy())
 
     def build_model(self) -> nn.Module:
         model = models.GPT(self.gpt_config, self.args.activation_checkpointing)
@@ -195,6 +201,5 @@ def build(tasks: Sequence[type[Task]], args: argparse.Namespace, worker: Worker,
     task = task_class(args, splits, worker.device)
     with fail_together():
         task.check_batches(max(worker.world_size, max_world_size))
-    checksum = zlib.crc32(splits.train.tensors[0].contiguous().numpy())
-    check_same(checksum, f"the nodes' {task.name} differ: give them all the same {task.source}")
+    check_same(task.checksum(), "the nodes' texts differ: give --text-file a file that is the same on all of them")
     return task

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from pyarrow import parquet
 from small_runs import idx_bytes
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision.datasets import mnist as torchvision_mnist
 
 import ray_images
@@ -401,6 +401,35 @@ def test_batch_norm_is_refused_exactly_where_a_rank_would_get_a_single_sample(nu
     else:
         with pytest.raises(ValueError, match=f"leave {fewest}; use another --batch-size or --model resnet18"):
             check("resnet18-batchnorm")
+
+
+class OnDisk(Dataset):
+    """Samples that are read one by one, as images too large for memory are."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitem__(self, number: int) -> tuple[torch.Tensor, int]:
+        return torch.full((2, 3), float(number)), number % 2
+
+
+class OwnTask(tasks.ImageTask):
+    dataset_names = ("own",)
+
+    @staticmethod
+    def load(args: Namespace) -> datasets.Splits:
+        return datasets.Splits(OnDisk(), OnDisk(), OnDisk(), classes=("even", "odd"))
+
+
+def test_a_task_of_ones_own_may_read_its_samples_one_by_one():
+    args = Namespace(dataset="own", model="mlp", batch_size=4, precision="fp64")
+    task = tasks.build((OwnTask,), args, Worker())
+    inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
+    assert inputs.shape == (0, 2, 3) and inputs.dtype == torch.float64 and targets.shape == (0,)
+    progress = Progress(Limits(4, epochs=1), Worker(), len(task.splits.train), options={})
+    loader = sampling.rank_loader(task.splits.train, 4, Worker(), shuffle_seed=0)
+    seen = [number for _, (images, _) in progress.batches(loader) for number in images[:, 0, 0].tolist()]
+    assert sorted(seen) == list(range(10))
 
 
 # --- Parquet for Ray Data --------------------------------------------------------------------------------------------
