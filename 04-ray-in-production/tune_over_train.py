@@ -1,9 +1,9 @@
-"""A search whose trials are runs of Ray Train, each with several workers.
+"""Search hyperparameters with trials that are Ray Train runs with several workers each.
 
     python tune_over_train.py --config-dir program/config --set cluster.num_workers=2
 
-For trials that need more than one process. Where a trial fits into one, `python -m training.tune` is faster: no
-controller and no workers have to be started for each. A trial whose worker dies has failed, and is not tried again.
+Use it for trials that need more than one process. If a trial fits in one process, `python -m training.tune` is faster,
+since it starts no controller and no workers per trial. A trial whose worker dies fails and is not retried.
 """
 
 import os
@@ -22,64 +22,68 @@ from shared import distributed, options, runs, script
 from shared.on_ray import cluster, storage, workers
 
 
-def trial(values: dict, plain: dict, data_folder: str) -> None:
-    """What Tune runs: it only starts a trainer, and waits."""
-    num_workers = plain["cluster"]["num_workers"][0]
+def trial(values: dict, config_values: dict, data_folder: str) -> None:
+    """Run one trial: start a trainer and wait for it. config_values: a dumped Config."""
+    num_workers = config_values["cluster"]["num_workers"][0]
     ray_trainer = TorchTrainer(
         train_worker,
-        train_loop_config={"values": values, "plain": plain, "data_folder": data_folder},
-        torch_config=TorchConfig(timeout_s=plain["cluster"]["timeout_s"]),
+        train_loop_config={"values": values, "config_values": config_values, "data_folder": data_folder},
+        torch_config=TorchConfig(timeout_s=config_values["cluster"]["timeout_s"]),
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers,
-            use_gpu=bool(plain["cluster"]["use_gpu"]),
-            resources_per_worker=plain["cluster"]["resources_per_worker"],
+            use_gpu=bool(config_values["cluster"]["use_gpu"]),
+            resources_per_worker=config_values["cluster"]["resources_per_worker"],
         ),
         run_config=ray.train.RunConfig(
             name=f"trial-{tune.get_context().get_trial_id()}",
-            storage_path=plain["paths"]["model_save_dir"],
-            callbacks=[TuneReportCallback()],  # rank 0's reports become the trial's
+            storage_path=config_values["paths"]["model_save_dir"],
+            callbacks=[TuneReportCallback()],  # passes rank 0's reports on to Tune
         ),
     )
     ray_trainer.fit()
 
 
-def train_worker(given: dict) -> None:
-    """What each worker of a trial runs."""
-    config = tuning.with_values(configuration.Config.model_validate(given["plain"]), given["values"])
+def train_worker(loop_config: dict) -> None:
+    """Train on one worker of a trial. Every worker runs this."""
+    base_config = configuration.Config.model_validate(loop_config["config_values"])
+    config = tuning.with_values(base_config, loop_config["values"])
     worker = workers.current_worker()
 
     def report(state: dict, metrics: dict) -> None:
         best = max(line["val_accuracy"] for line in state["progress"]["metrics"])
-        told = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
-        storage.report(state, {**told, "world_size": worker.world_size}, worker)
+        trial_metrics = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
+        storage.report(state, {**trial_metrics, "world_size": worker.world_size}, worker)
 
-    splits = data.load(config, given["data_folder"])
-    one = trainer.Trainer(config, splits, worker, lambda *_, **__: None, report)
-    one.join()
-    while not one.finished():
-        one.train_epoch()
+    splits = data.load(config, loop_config["data_folder"])
+    text_trainer = trainer.Trainer(config, splits, worker, lambda *_, **__: None, report)
+    text_trainer.join()
+    while not text_trainer.finished():
+        text_trainer.train_epoch()
 
 
 def main() -> None:
-    """Start Ray, search, say what was found."""
-    _, config = configuration.asked_for(configuration.parser(__doc__))
-    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
+    """Start Ray, search and print the results."""
+    _, config = configuration.parse_command_line(configuration.parser(__doc__))
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
     driver, num_workers = distributed.Worker(label="driver"), config.cluster.num_workers[0]
     with distributed.fail_together():
         data_folder = data.prepare(config)
-    # The hundredth of a CPU that a trial needs costs a whole one.
+    # A trial requests a hundredth of a CPU, for which a whole CPU has to be free.
     use_gpu = cluster.start(num_workers, config.cluster.use_gpu, spare_cpus=1, packages=[shared, training])
     use_gpu = distributed_training.check_resources(config.cluster, use_gpu, driver)
     storage_path = options.path_or_uri(config.paths.model_save_dir)
-    plain = config.model_dump(mode="json")
-    plain["cluster"]["use_gpu"], plain["paths"]["model_save_dir"] = use_gpu, storage_path
-    trainable = tune.with_parameters(trial, plain=plain, data_folder=data_folder)
+    config_values = config.model_dump(mode="json")
+    config_values["cluster"]["use_gpu"], config_values["paths"]["model_save_dir"] = use_gpu, storage_path
+    trainable = tune.with_parameters(trial, config_values=config_values, data_folder=data_folder)
     tuner = tune.Tuner(
-        # Next to nothing: what a trial holds, its workers do not get. {"CPU": 0} is refused.
+        # Next to nothing: the trial's workers cannot use what the trial itself holds. Tune refuses {"CPU": 0}.
         tune.with_resources(trainable, {"CPU": 0.01}),
-        param_space=tuning.space(config),
+        param_space=tuning.search_space(config),
         tune_config=tune.TuneConfig(
-            metric="accuracy", mode="max", num_samples=config.tuning.num_samples, scheduler=tuning.scheduler(config)
+            metric="accuracy",
+            mode="max",
+            num_samples=config.tuning.num_samples,
+            scheduler=tuning.build_scheduler(config),
         ),
         run_config=tune.RunConfig(name=runs.new_name(), storage_path=storage_path, verbose=0),
     )

@@ -934,7 +934,7 @@ def test_a_wrong_command_is_found(line, words):
 @pytest.mark.parametrize(("line", "words"), [
     ("python -m training.local_training --set training.lr=fast", "training.lr"),
     ("python -m training.local_training --set training.rate=1", "training.rate"),
-    ("python -m training.distributed_training --set cluster.num_workers=[4,8]", "does not divide by 5"),
+    ("python -m training.distributed_training --set cluster.num_workers=[4,8]", "is not divisible by 5"),
     ("python -m training.predictt runs/RUN", "there is no predictt.py"),
     ("python scripts/monitor_training.py /tmp --onse", "unrecognized arguments: --onse"),
     ("bash scripts/run_distributed_training.sh", "it asks for STORAGE"),

@@ -221,11 +221,11 @@ def test_a_file_of_one_s_own(suffix, tmp_path):
 
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("none.csv", None, "No such file"),
-    ("empty.csv", "", "holds 0 rows"),
-    ("short.csv", "text,label\na,b\nc,d\n", "holds 2 rows; 20 are the fewest"),
-    ("one.csv", "text,label\n" + "a,b\n" * 50, "all rows have one label, b"),
+    ("empty.csv", "", "has 0 rows"),
+    ("short.csv", "text,label\na,b\nc,d\n", "has 2 rows; at least 20 are needed"),
+    ("one.csv", "text,label\n" + "a,b\n" * 50, "all rows have the same label, b"),
     ("column.csv", "text,star\n" + "a,b\n" * 50, "line 2 has no label (dataset.label_column), but text, star"),
-    ("hole.csv", "text,label\n" + "a,b\n" * 20 + "a,\n", "line 22 has nothing in label"),
+    ("hole.csv", "text,label\n" + "a,b\n" * 20 + "a,\n", "line 22 has an empty label"),
     ("broken.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "not JSONL"),
     ("list.jsonl", "[1, 2]\n" * 20, "line 1 has no text (dataset.text_column), but [1, 2]"),
     ("latin.csv", b"text,label\n\xe9,b\n", "not CSV in UTF-8"),
@@ -279,19 +279,19 @@ def test_a_run_goes_on_with_its_own_rows_alone(tmp_path, monkeypatch, capsys):
     config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={tmp_path}/data", *changes])
     splits = data.load(config, data.prepare(config))
     assert splits.vocabulary == state["vocabulary"] and splits.name != state["data"]
-    other = f"the run was started with {state['data']}, and the data are now {splits.name}: put the rows back"
+    other = f"the run was started with {state['data']}, and the data are now {splits.name}: restore the original rows"
     with pytest.raises(UsageError, match=other):
         here(tmp_path, *changes, state=state)
     with pytest.raises(UsageError, match=other):
         predict.main()
 
     films(tmp_path / "films.csv", 200)
-    with pytest.raises(UsageError, match=r"another dataset.vocab_size or max_length"):
+    with pytest.raises(UsageError, match=r"a different dataset.vocab_size or max_length"):
         here(tmp_path, *changes, "dataset.max_length=13", state=state)
     del state["data"]
     save_atomically(state, path)
     for goes_on in (predict.main, lambda: here(tmp_path, *changes, state=state)):
-        with pytest.raises(UsageError, match=r"of an older version of this program, .*: start a new run"):
+        with pytest.raises(UsageError, match=r"by an older version of this program, .*: start a new run"):
             goes_on()
 
 
@@ -347,18 +347,23 @@ WRONG = [
     ),
     (HYPER, "kind: snippets", "kind: file    ", ["dataset.kind = file and dataset.file = None"]),
     (HYPER, "kind: snippets", "kind: synthetic", ["dataset.kind = synthetic and model.kind = rnn"]),
-    (HYPER, "batch_size: 64 ", "batch_size: 63 ", ["training.batch_size = 63: does not divide by 2"]),
+    (HYPER, "batch_size: 64 ", "batch_size: 63 ", ["training.batch_size = 63: is not divisible by 2"]),
     (HYPER, "lowest: 1e-4", "lowest: 1", ["tuning.lr: lowest = 1.0 is not below highest = 0.01"]),
     (HYPER, "training:", "training: [", ["hyperparameters.yaml: line ", "not YAML"]),
-    (HYPER, "  epochs: 8\n", "  epochs: 8\n  epochs: 9\n", ["the key epochs stands twice"]),
-    (HYPER, "model:", "modle:", ["hyperparameters.yaml: modle: no section of this file", "model is missing"]),
+    (HYPER, "  epochs: 8\n", "  epochs: 8\n  epochs: 9\n", ["the key epochs appears twice"]),
+    (HYPER, "model:", "modle:", ["hyperparameters.yaml: modle: not a section of this file", "model is missing"]),
     (
         ENVIRONMENT,
         "paths:",
         "training:",
-        ["training: no section of this file; it belongs into hyperparameters.yaml", "paths is missing"],
+        ["training: not a section of this file; it belongs in hyperparameters.yaml", "paths is missing"],
     ),
-    (ENVIRONMENT, "num_workers: 2 ", "num_workers: [2, 1] ", ["cluster.num_workers = [2, 1]: the fewest come first"]),
+    (
+        ENVIRONMENT,
+        "num_workers: 2 ",
+        "num_workers: [2, 1] ",
+        ["cluster.num_workers = [2, 1]: the minimum must come first"],
+    ),
     (ENVIRONMENT, "num_workers: 2 ", "num_workers: 0 ", ["cluster.num_workers = 0: should be greater than 0"]),
     (
         ENVIRONMENT,
@@ -483,9 +488,9 @@ def test_workers_that_may_fit_later_are_waited_for(ray_cluster, monkeypatch, cap
     ray.init(ray_cluster, log_to_driver=False)
     try:
         assert not uses_gpu("{CPU: 2}") and not uses_gpu("null")
-        with pytest.raises(UsageError, match=r"2 workers are asked for, .* room for 1 on nodes with {'CPU': 4.0} in"):
+        with pytest.raises(UsageError, match=r"2 workers are requested, .* room for 1 on nodes with {'CPU': 4.0} in"):
             uses_gpu("{CPU: 3}")
-        with pytest.raises(UsageError, match=r"room for 0 on nodes with {'CPU': 4.0, 'GPU': 0} in all"):
+        with pytest.raises(UsageError, match=r"room for 0 on nodes with {'CPU': 4.0, 'GPU': 0} in total"):
             uses_gpu("{CPU: 1, GPU: 1}")
         # No autoscaler runs here: this is what one reports once it has begun.
         begun = Namespace(pending_launches=["a node"], pending_nodes=[])

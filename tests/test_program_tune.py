@@ -78,7 +78,8 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(program, on_cluste
     too_large = [*options(program, "large", *SEARCH, "tuning.resources_per_trial={CPU: 99}"), "--out", "none"]
     (tmp_path / "output").unlink()
     said = run(program, tmp_path, "tune", *too_large, code=2)
-    assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than a node has, of {'CPU': 4.0} in all" in said
+    assert "error: tuning.resources_per_trial = {'CPU': 99.0}: more than any node has;" in said
+    assert "the cluster has {'CPU': 4.0} in total" in said
 
 
 @pytest.mark.parametrize(("more", "words"), [
@@ -100,7 +101,7 @@ def test_what_a_search_refuses(more, words, tmp_path, monkeypatch):
 
 def test_the_defaults_are_the_space_that_was_asked_for():
     config = configuration.load(ROOT / "04-ray-in-production/program/config")
-    space = tune.space(config)
+    space = tune.search_space(config)
     assert (space["lr"].lower, space["lr"].upper) == (1e-4, 1e-2) and space["epochs"].categories == [5, 10, 20]
     assert config.tuning.num_samples == 10
 
@@ -115,7 +116,7 @@ def test_a_trial_computes_on_what_ray_has_given_it(given, device, monkeypatch):
     monkeypatch.setattr(tune.trainer, "Trainer", lambda config, splits, worker, *_: seen.append(worker) or finished)
     changes = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=100")
     config = configuration.load(ROOT / "04-ray-in-production/program/config", changes)
-    tune.trial_of(config.model_dump(mode="json"), "")({"lr": 0.01, "epochs": 1})
+    tune.make_trial(config.model_dump(mode="json"), "")({"lr": 0.01, "epochs": 1})
     assert [worker.device.type for worker in seen] == [device]
 
 

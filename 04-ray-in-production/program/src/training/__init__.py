@@ -4,10 +4,10 @@ from importlib.util import find_spec
 
 
 def has_shared() -> bool:
-    """Return whether the workshop's package `shared` can be imported. Another package of that name does not count."""
+    """Return whether the workshop's package `shared` can be imported. Other packages of that name do not count."""
     try:
         return find_spec("shared.distributed") is not None
-    except ModuleNotFoundError:  # nothing has this name, or a single file
+    except ModuleNotFoundError:  # `shared` does not exist, or is a single file
         return False
 
 

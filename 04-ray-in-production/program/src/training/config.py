@@ -1,4 +1,4 @@
-"""The two configuration files, checked before anything starts: all mistakes at once, each with its file and key."""
+"""Read and check the two configuration files. Reports all errors at once, each with its file and key."""
 
 import argparse
 import re
@@ -14,100 +14,101 @@ from shared.errors import UsageError
 from shared.options import Parser
 
 
-def number(value: object) -> object:
-    """YAML's yes and no are no numbers, though Python would count them."""
+def reject_bool(value: object) -> object:
+    """Reject YAML's yes and no, which Python would accept as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("should be a number")
     return value
 
 
-Count = Annotated[int, BeforeValidator(number), Field(gt=0)]
-Whole = Annotated[int, BeforeValidator(number), Field(ge=0)]
-Positive = Annotated[float, BeforeValidator(number), Field(gt=0, allow_inf_nan=False)]
-Share = Annotated[float, BeforeValidator(number), Field(ge=0, lt=1)]
-Range = Annotated[
-    tuple[Count, Count], BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value] * 2)
+PositiveInt = Annotated[int, BeforeValidator(reject_bool), Field(gt=0)]
+NonNegativeInt = Annotated[int, BeforeValidator(reject_bool), Field(ge=0)]
+PositiveFloat = Annotated[float, BeforeValidator(reject_bool), Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(reject_bool), Field(ge=0, lt=1)]
+IntRange = Annotated[
+    tuple[PositiveInt, PositiveInt],
+    BeforeValidator(lambda value: value if isinstance(value, list | tuple) else [value] * 2),
 ]
-Text = Annotated[str, Field(min_length=1)]
+NonEmptyStr = Annotated[str, Field(min_length=1)]
 
 
 class Section(BaseModel):
-    """A part of a file: a key that it does not know is a mistake."""
+    """Base class of a section in a file. Rejects unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Paths(Section):
-    processed_data_dir: Text
-    model_save_dir: Text
-    log_dir: Text = "logs"
+    processed_data_dir: NonEmptyStr
+    model_save_dir: NonEmptyStr
+    log_dir: NonEmptyStr = "logs"
 
 
 class Cluster(Section):
-    num_workers: Range  # (fewest, most)
+    num_workers: IntRange  # (minimum, maximum)
     use_gpu: bool | None = None
-    resources_per_worker: dict[str, Positive] | None = None
-    timeout_s: Positive = 600
-    max_failures: Whole = 3
+    resources_per_worker: dict[str, PositiveFloat] | None = None
+    timeout_s: PositiveFloat = 600
+    max_failures: NonNegativeInt = 3
 
 
 class Dataset(Section):
     kind: Literal["snippets", "file", "synthetic"]
-    file: Text | None = None
-    text_column: Text = "text"
-    label_column: Text = "label"
-    vocab_size: Annotated[int, BeforeValidator(number), Field(ge=3)]
-    max_length: Count = 64
-    num_samples: Annotated[int, BeforeValidator(number), Field(ge=100)] = 50_000
-    loader_workers: Whole = 0
+    file: NonEmptyStr | None = None
+    text_column: NonEmptyStr = "text"
+    label_column: NonEmptyStr = "label"
+    vocab_size: Annotated[int, BeforeValidator(reject_bool), Field(ge=3)]
+    max_length: PositiveInt = 64
+    num_samples: Annotated[int, BeforeValidator(reject_bool), Field(ge=100)] = 50_000
+    loader_workers: NonNegativeInt = 0
 
 
 class Model(Section):
     kind: Literal["rnn", "cnn", "mlp"]
     cell: Literal["gru", "lstm"] = "gru"
-    embedding_dim: Count
-    hidden_dim: Count
-    n_layers: Count
+    embedding_dim: PositiveInt
+    hidden_dim: PositiveInt
+    n_layers: PositiveInt
     bidirectional: bool
-    dropout: Share
+    dropout: Fraction
 
 
 class Training(Section):
-    batch_size: Count
-    accumulation_steps: Count = 1
-    epochs: Count
-    lr: Positive
-    lr_step_size: Count = 4
-    lr_gamma: Annotated[float, BeforeValidator(number), Field(gt=0, le=1)] = 0.5
-    max_grad_norm: Positive | None = None
+    batch_size: PositiveInt
+    accumulation_steps: PositiveInt = 1
+    epochs: PositiveInt
+    lr: PositiveFloat
+    lr_step_size: PositiveInt = 4
+    lr_gamma: Annotated[float, BeforeValidator(reject_bool), Field(gt=0, le=1)] = 0.5
+    max_grad_norm: PositiveFloat | None = None
     precision: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    early_stopping_patience: Count | None = None
-    log_every: Count = 10
-    seed: Whole = 0
+    early_stopping_patience: PositiveInt | None = None
+    log_every: PositiveInt = 10
+    seed: NonNegativeInt = 0
 
 
 class Checkpoint(Section):
-    every_epochs: Count = 1
-    every_steps: Count | None = None
-    keep_best: Count = 3
+    every_epochs: PositiveInt = 1
+    every_steps: PositiveInt | None = None
+    keep_best: PositiveInt = 3
 
 
 class Bounds(Section):
-    lowest: Positive
-    highest: Positive
+    lowest: PositiveFloat
+    highest: PositiveFloat
 
 
 class Tuning(Section):
-    num_samples: Count = 10
+    num_samples: PositiveInt = 10
     lr: Bounds = Bounds(lowest=1e-4, highest=1e-2)
-    epochs: Annotated[list[Count], Field(min_length=1)] = [5, 10, 20]
+    epochs: Annotated[list[PositiveInt], Field(min_length=1)] = [5, 10, 20]
     scheduler: Literal["none", "asha"] = "none"
-    grace_epochs: Count = 2
-    resources_per_trial: dict[str, Positive] | None = None
+    grace_epochs: PositiveInt = 2
+    resources_per_trial: dict[str, PositiveFloat] | None = None
 
 
 class Config(Section):
-    """Both files as one."""
+    """The sections of both files."""
 
     paths: Paths
     cluster: Cluster
@@ -118,73 +119,77 @@ class Config(Section):
     tuning: Tuning = Tuning()
 
 
-FILES = {
+SECTIONS_OF_FILE = {
     "environment.yaml": ("paths", "cluster"),
     "hyperparameters.yaml": ("dataset", "model", "training", "checkpoint", "tuning"),
 }
 
 
 def file_of(section: str) -> str:
-    """The file that a section belongs into."""
-    return next((file for file, sections in FILES.items() if section in sections), "")
+    """Return the name of the file that a section belongs to, or "" for an unknown section."""
+    return next((file for file, sections in SECTIONS_OF_FILE.items() if section in sections), "")
 
 
 class Loader(yaml.SafeLoader):
-    """YAML, without keys that stand twice: the first of them would be lost without a word."""
+    """A YAML loader that rejects duplicate keys. Otherwise the last one would silently win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         keys = [key.value for key, _ in node.value]
-        for number, key in enumerate(keys):
-            if key in keys[:number]:
+        for index, key in enumerate(keys):
+            if key in keys[:index]:
                 raise yaml.MarkedYAMLError(
-                    problem=f"the key {key} stands twice", problem_mark=node.value[number][0].start_mark
+                    problem=f"the key {key} appears twice", problem_mark=node.value[index][0].start_mark
                 )
         return super().construct_mapping(node, deep)
 
 
-def read(path: Path, problems: list[str], unread: set[str]) -> dict:
-    """The sections of one file. What is wrong with it is added to `problems`, a section without content to `unread`."""
-    unread |= {*FILES[path.name]}
+def read_sections(path: Path, problems: list[str], unread: set[str]) -> dict:
+    """Return the sections of one file. Adds errors to `problems`, and the names of unreadable sections to `unread`."""
+    unread |= {*SECTIONS_OF_FILE[path.name]}
     try:
         with open(path, encoding="utf-8") as file:
             content = yaml.load(file, Loader)
     except OSError as error:
-        problems.append(f"{path}: {error.strerror}; --config-dir names the folder that holds it")
+        problems.append(f"{path}: {error.strerror}; --config-dir names the folder that contains it")
         return {}
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
-        place = f" line {mark.line + 1}:" if mark else ""
-        problems.append(f"{path}:{place} not YAML: {getattr(error, 'problem', None) or error}")
+        line = f" line {mark.line + 1}:" if mark else ""
+        problems.append(f"{path}:{line} not YAML: {getattr(error, 'problem', None) or error}")
         return {}
     if not isinstance(content, dict):
-        problems.append(f"{path}: should hold the sections {', '.join(FILES[path.name])}, and holds {content!r}")
+        known = ", ".join(SECTIONS_OF_FILE[path.name])
+        problems.append(f"{path}: should contain the sections {known}, but contains {content!r}")
         return {}
-    unread -= {*FILES[path.name]}
+    unread -= {*SECTIONS_OF_FILE[path.name]}
     for section in [*content]:
-        if section not in FILES[path.name]:
-            known = ", ".join(FILES[path.name])
-            where = f"it belongs into {file_of(section)}" if file_of(section) else f"it has {known}"
-            problems.append(f"{path}: {section}: no section of this file; {where}")
+        if section not in SECTIONS_OF_FILE[path.name]:
+            known = ", ".join(SECTIONS_OF_FILE[path.name])
+            hint = f"it belongs in {file_of(section)}" if file_of(section) else f"it has {known}"
+            problems.append(f"{path}: {section}: not a section of this file; {hint}")
             del content[section]
         elif not isinstance(content[section], dict):
-            problems.append(f"{path}: {section} = {content.pop(section)!r}: should hold keys, each with a value")
+            problems.append(f"{path}: {section} = {content.pop(section)!r}: should contain keys, each with a value")
             unread.add(section)
     return content
 
 
 def load(folder: str | Path, changes: list[str] = ()) -> Config:
-    """The configuration in `folder` with `changes` such as "training.lr=3e-4". Raises UsageError with every mistake."""
+    """Load the configuration in `folder` and apply `changes` such as "training.lr=3e-4".
+
+    Raises UsageError that lists every error.
+    """
     problems, unread, content = [], set(), {}
-    for file in FILES:
-        content |= read(Path(folder) / file, problems, unread)
-    changed = {change_in(content, change, problems) for change in changes}
+    for file in SECTIONS_OF_FILE:
+        content |= read_sections(Path(folder) / file, problems, unread)
+    changed = {apply_change(content, change, problems) for change in changes}
     try:
         config = Config.model_validate(content)
     except ValidationError as error:
-        for each in error.errors():
-            if not (each["type"] == "missing" and each["loc"][0] in unread):
-                source = "--set" if each["loc"][:2] in changed else Path(folder) / file_of(each["loc"][0])
-                problems.append(f"{source}: {in_words(each)}")
+        for detail in error.errors():
+            if not (detail["type"] == "missing" and detail["loc"][0] in unread):
+                source = "--set" if detail["loc"][:2] in changed else Path(folder) / file_of(detail["loc"][0])
+                problems.append(f"{source}: {describe_error(detail)}")
     else:
         problems += [f"{folder}: {problem}" for problem in contradictions(config)]
     if problems:
@@ -192,8 +197,8 @@ def load(folder: str | Path, changes: list[str] = ()) -> Config:
     return config
 
 
-def change_in(content: dict, change: str, problems: list[str]) -> tuple[str, str]:
-    """Put SECTION.KEY=VALUE into `content`; (section, key)."""
+def apply_change(content: dict, change: str, problems: list[str]) -> tuple[str, str]:
+    """Apply SECTION.KEY=VALUE to `content` and return (section, key)."""
     path, equals, text = change.partition("=")
     section, *keys = path.split(".")
     if not equals or not keys or not file_of(section):
@@ -203,81 +208,83 @@ def change_in(content: dict, change: str, problems: list[str]) -> tuple[str, str
         value = yaml.load(text, Loader)
     except yaml.YAMLError:
         value = text
-    place = content.setdefault(section, {})
+    parent = content.setdefault(section, {})
     for key in keys[:-1]:
-        place[key] = place[key] if isinstance(place.get(key), dict) else {}
-        place = place[key]
-    place[keys[-1]] = value
+        parent[key] = parent[key] if isinstance(parent.get(key), dict) else {}
+        parent = parent[key]
+    parent[keys[-1]] = value
     return section, keys[0]
 
 
-def in_words(error: dict) -> str:
-    """One of pydantic's errors, with its key and value."""
-    place = tuple(part for part in error["loc"] if isinstance(part, str))  # no numbers of list items
-    key = ".".join(place)
+def describe_error(error: dict) -> str:
+    """Return the message for one of pydantic's errors, with its key and value."""
+    location = tuple(part for part in error["loc"] if isinstance(part, str))  # without indices of list items
+    key = ".".join(location)
     if error["type"] == "missing":
         return f"{key} is missing"
     if error["type"] == "extra_forbidden":
-        return f"{key}: no such key; {'.'.join(place[:-1])} has {', '.join(keys_of(place[:-1]))}"
+        return f"{key}: no such key; {'.'.join(location[:-1])} has {', '.join(list_keys(location[:-1]))}"
     message = re.sub("^(Value error, |.*?(?=should))", "", error["msg"])
     return f"{key} = {error['input']!r}: {message}"
 
 
-def keys_of(place: tuple) -> list[str]:
-    """The keys that a section may have."""
+def list_keys(location: tuple) -> list[str]:
+    """Return the keys that a section may have."""
     model = Config
-    for part in place:
+    for part in location:
         model = model.model_fields[part].annotation
     return list(model.model_fields)
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What is wrong though each key by itself is not."""
+    """Yield a message for each conflict between keys that are valid on their own."""
     dataset, training, (fewest, most) = config.dataset, config.training, config.cluster.num_workers
     if (dataset.kind == "file") != (dataset.file is not None):
-        yield f"dataset.kind = {dataset.kind} and dataset.file = {dataset.file}: a file goes with kind file alone"
+        yield f"dataset.kind = {dataset.kind} and dataset.file = {dataset.file}: only kind file needs a file"
     if (dataset.kind == "synthetic") != (config.model.kind == "mlp"):
         yield (
             f"dataset.kind = {dataset.kind} and model.kind = {config.model.kind}: "
-            "mlp goes with synthetic, rnn and cnn with texts"
+            "mlp is for synthetic data, rnn and cnn are for texts"
         )
     if fewest > most:
-        yield f"cluster.num_workers = [{fewest}, {most}]: the fewest come first"
-    parts = [size * training.accumulation_steps for size in range(fewest, most + 1)]
-    if bad := [size for size in parts if training.batch_size % size]:
+        yield f"cluster.num_workers = [{fewest}, {most}]: the minimum must come first"
+    divisors = [size * training.accumulation_steps for size in range(fewest, most + 1)]
+    if bad := [divisor for divisor in divisors if training.batch_size % divisor]:
         yield (
-            f"training.batch_size = {training.batch_size}: does not divide by {bad[0]}, which is cluster.num_workers "
+            f"training.batch_size = {training.batch_size}: is not divisible by {bad[0]}, which is cluster.num_workers "
             f"x training.accumulation_steps (each of {fewest} to {most} workers x {training.accumulation_steps})"
         )
     if config.tuning.lr.lowest >= config.tuning.lr.highest:
         yield f"tuning.lr: lowest = {config.tuning.lr.lowest} is not below highest = {config.tuning.lr.highest}"
     gpus = (config.cluster.resources_per_worker or {}).get("GPU", 0)
     if gpus and config.cluster.use_gpu is False:
-        yield f"cluster.use_gpu = false and cluster.resources_per_worker.GPU = {gpus:g}: one of them is not meant"
+        yield f"cluster.use_gpu = false and cluster.resources_per_worker.GPU = {gpus:g}: they contradict each other"
 
 
 def parser(description: str) -> argparse.ArgumentParser:
-    """The options of every program that has a configuration."""
+    """Return a parser with the options of every program that reads the configuration."""
     parser = Parser(description)
     add = parser.add_argument
-    add("--config-dir", default="config", help="folder of the two YAML files (default: ./%(default)s)")
+    add("--config-dir", default="config", help="folder with the two YAML files (default: ./%(default)s)")
     add("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", dest="changes",
         help="change a key for this run, such as training.lr=3e-4; may be repeated")  # fmt: skip
-    add("--print-config", action="store_true", help="print the configuration as it would be used, and end")
+    add("--print-config", action="store_true", help="print the resulting configuration and exit")
     return parser
 
 
 def run_parser(description: str) -> argparse.ArgumentParser:
-    """These, and those of the programs whose runs have a name."""
+    """Return a parser that also has the options of programs whose runs have a name."""
     runs = parser(description)
-    runs.add_argument("--run-name", help="the run's folder in paths.model_save_dir (default: a new one, by the time)")
+    runs.add_argument(
+        "--run-name", help="the run's folder in paths.model_save_dir (default: a new one, named after the time)"
+    )
     help_resume = "continue from the newest readable checkpoint of --run-name"
     runs.add_argument("--resume", action="store_true", help=help_resume)
     return runs
 
 
-def asked_for(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
-    """The options of the command line, and the configuration. Ends the program where it was only to be printed."""
+def parse_command_line(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Config]:
+    """Return the command line's options and the configuration. Exits after printing it if --print-config is set."""
     options = parser.parse_args()
     config = load(options.config_dir, options.changes)
     if options.print_config:
@@ -287,9 +294,9 @@ def asked_for(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Conf
 
 
 def write(config: Config, folder: str | Path) -> None:
-    """Write the two files, for --config-dir."""
+    """Write the configuration as two files that --config-dir accepts."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    whole = config.model_dump(mode="json")
-    for file, sections in FILES.items():
-        (folder / file).write_text(yaml.safe_dump({name: whole[name] for name in sections}, sort_keys=False))
+    values = config.model_dump(mode="json")
+    for file, sections in SECTIONS_OF_FILE.items():
+        (folder / file).write_text(yaml.safe_dump({name: values[name] for name in sections}, sort_keys=False))

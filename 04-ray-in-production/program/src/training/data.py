@@ -1,4 +1,4 @@
-"""Labelled texts in three splits, their vocabulary, and the batches of a rank."""
+"""Load labelled texts, split them three ways, and encode them with a vocabulary."""
 
 import csv
 import json
@@ -18,35 +18,36 @@ from torch.utils.data import TensorDataset
 
 from training.config import Config
 
-PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")  # that every Python from 3.11 on has
-SNIPPETS, SNIPPET_LINES = 800, 6  # of each package, and lines of each
+PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")  # in every Python since 3.11
+SNIPPETS, SNIPPET_LINES = 800, 6  # snippets per package, lines per snippet
 SPLITS = ("train", "val", "test")
-HELD_OUT = 10  # one in so many is for validation, and another one for the test
+HELD_OUT = 10  # every tenth row is for validation, and another tenth of the rows for the test
 PADDING, UNKNOWN = 0, 1
-FEATURES, CLASSES = 784, 10  # of synthetic data
+FEATURES, CLASSES = 784, 10  # for synthetic data
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What turns texts into numbers, and numbers into labels. A model is worth nothing without its own."""
+    """Map tokens to ids and class ids to labels. A model is useless without the vocabulary it was trained with."""
 
-    tokens: list[str]  # the token with number i + 2
+    tokens: list[str]  # tokens[i] has the id i + 2
     labels: list[str]
     max_length: int
 
     @classmethod
-    def of(cls, rows: list[dict], vocab_size: int, max_length: int) -> "Vocabulary":
-        """The vocabulary of a training set: its most frequent tokens; padding and the unknown token count as two."""
+    def from_rows(cls, rows: list[dict], vocab_size: int, max_length: int) -> "Vocabulary":
+        """Build the vocabulary from the most frequent tokens of a training set.
+
+        vocab_size: includes the padding token and the unknown token.
+        """
         counts = Counter(token for row in rows for token in tokenize(row["text"]))
         frequent = sorted(counts, key=lambda token: (-counts[token], token))
         return cls(frequent[: vocab_size - 2], sorted({row["label"] for row in rows}), max_length)
 
     def encode(self, texts: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token numbers (texts, max_length), padded at the end, and how many of them count (texts), at least one."""
-        numbers = {token: number for number, token in enumerate(self.tokens, start=2)}
-        rows = [
-            [numbers.get(token, UNKNOWN) for token in tokenize(text)[: self.max_length]] or [UNKNOWN] for text in texts
-        ]
+        """Return token ids (texts, max_length), padded at the end, and lengths (texts) of at least one."""
+        ids = {token: index for index, token in enumerate(self.tokens, start=2)}
+        rows = [[ids.get(token, UNKNOWN) for token in tokenize(text)[: self.max_length]] or [UNKNOWN] for text in texts]
         padded = torch.full((len(rows), self.max_length), PADDING)
         for row, tokens in zip(padded, rows, strict=True):
             row[: len(tokens)] = torch.tensor(tokens)
@@ -55,7 +56,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Splits:
-    """Samples are tuples of inputs and, last, the label's number. vocabulary: as plain data; None for synthetic."""
+    """The three data sets. A sample is a tuple of inputs and the class id. vocabulary: None for synthetic data."""
 
     train: TensorDataset
     val: TensorDataset
@@ -63,24 +64,24 @@ class Splits:
     vocabulary: dict | None
     num_tokens: int
     num_classes: int
-    name: str  # tells the rows and how they were dealt, for `check_same`
+    name: str  # identifies the rows and how they were split, for `check_same`
 
 
 def tokenize(text: str) -> list[str]:
-    """Words in lower case, and every other sign by itself."""
+    """Split a text into lower-case words and single characters that are not letters."""
     return re.findall(r"[a-z]+|[^\sa-z]", text.lower())
 
 
 def prepare(config: Config) -> str:
-    """Write the three splits into a folder of paths.processed_data_dir, unless they are there; the folder.
+    """Write the three splits to a folder in paths.processed_data_dir, unless it exists, and return the folder.
 
-    Its name tells the source's content and how it is dealt, so that other splits get another folder. Raises ValueError
+    The folder's name contains a checksum of the splits, so different splits get different folders. Raises ValueError
     for a source that cannot be used.
     """
     if config.dataset.kind == "synthetic":
         return ""
     rows = list(snippets()) if config.dataset.kind == "snippets" else list(read_file(config))
-    check(rows, config)
+    check_rows(rows, config)
     random.Random(0).shuffle(rows)
     parts = {"test": rows[0::HELD_OUT], "val": rows[1::HELD_OUT]}
     parts["train"] = [row for number, row in enumerate(rows) if number % HELD_OUT > 1]
@@ -93,24 +94,24 @@ def prepare(config: Config) -> str:
             (partial / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
         try:
             partial.rename(folder)
-        except OSError:  # another run was first
+        except OSError:  # another run has created it meanwhile
             shutil.rmtree(partial)
     return str(folder)
 
 
 def snippets() -> Iterator[dict]:
-    """The same number of pieces of each package's source, some lines each, without empty ones."""
+    """Yield the same number of snippets of each package's source, without empty lines."""
     for package in PACKAGES:
-        found = []
+        pieces = []
         for path in sorted(Path(sysconfig.get_path("stdlib"), package).rglob("*.py")):
             lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-            found += ["\n".join(lines[start : start + SNIPPET_LINES]) for start in range(0, len(lines), SNIPPET_LINES)]
-        random.Random(0).shuffle(found)
-        yield from ({"text": text, "label": package} for text in found[:SNIPPETS])
+            pieces += ["\n".join(lines[start : start + SNIPPET_LINES]) for start in range(0, len(lines), SNIPPET_LINES)]
+        random.Random(0).shuffle(pieces)
+        yield from ({"text": text, "label": package} for text in pieces[:SNIPPETS])
 
 
 def read_file(config: Config) -> Iterator[dict]:
-    """The rows of a CSV or JSONL file. Raises ValueError that names the line."""
+    """Yield the rows of a CSV or JSONL file. Raises ValueError that names the line."""
     path, text, label = Path(config.dataset.file), config.dataset.text_column, config.dataset.label_column
     if path.suffix not in (".csv", ".jsonl"):
         raise ValueError(f"dataset.file = {path}: should end with .csv or .jsonl")
@@ -125,10 +126,10 @@ def read_file(config: Config) -> Iterator[dict]:
                 columns = list(row) if isinstance(row, dict) else []
                 for key, column in (("text_column", text), ("label_column", label)):
                     if column not in columns:
-                        has = ", ".join(columns) or repr(row)
-                        raise ValueError(f"line {number} has no {column} (dataset.{key}), but {has}")
+                        actual = ", ".join(columns) or repr(row)
+                        raise ValueError(f"line {number} has no {column} (dataset.{key}), but {actual}")
                     if row[column] is None or not str(row[column]).strip():
-                        raise ValueError(f"line {number} has nothing in {column} (dataset.{key})")
+                        raise ValueError(f"line {number} has an empty {column} (dataset.{key})")
                 yield {"text": str(row[text]), "label": str(row[label])}
     except OSError as error:
         raise ValueError(f"dataset.file = {path}: {error.strerror}") from error
@@ -138,31 +139,33 @@ def read_file(config: Config) -> Iterator[dict]:
         raise ValueError(f"dataset.file = {path}: {error}") from error
 
 
-def check(rows: list[dict], config: Config) -> None:
-    """Raises ValueError for too few rows, and for fewer than two labels."""
+def check_rows(rows: list[dict], config: Config) -> None:
+    """Raise ValueError for too few rows or fewer than two labels."""
     labels = {row["label"] for row in rows}
-    most = config.cluster.num_workers[1]
-    if len(rows) < HELD_OUT * most:
+    max_workers = config.cluster.num_workers[1]
+    if len(rows) < HELD_OUT * max_workers:
         raise ValueError(
-            f"dataset.file = {config.dataset.file}: holds {len(rows)} rows; {HELD_OUT * most} are the fewest of which "
-            f"a tenth can be validated on by {most} workers"
+            f"dataset.file = {config.dataset.file}: has {len(rows)} rows; at least {HELD_OUT * max_workers} are "
+            f"needed, so that a tenth of them gives each of {max_workers} workers a row to validate on"
         )
     if len(labels) < 2:
-        raise ValueError(f"dataset.file = {config.dataset.file}: all rows have one label, {labels.pop()}")
+        raise ValueError(f"dataset.file = {config.dataset.file}: all rows have the same label, {labels.pop()}")
 
 
 def load(config: Config, folder: str) -> Splits:
-    """The splits that `prepare` has written, as numbers. Raises ValueError on a node that does not see the folder."""
+    """Load the splits that `prepare` wrote, as tensors. Raises ValueError on a node that does not see the folder."""
     if config.dataset.kind == "synthetic":
-        return synthetic(config.dataset.num_samples)
+        return synthetic_splits(config.dataset.num_samples)
     try:
         rows = {name: [json.loads(line) for line in open(Path(folder, f"{name}.jsonl"))] for name in SPLITS}  # noqa: SIM115
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is not seen here: paths.processed_data_dir must be on all nodes") from error
-    vocabulary = Vocabulary.of(rows["train"], config.dataset.vocab_size, config.dataset.max_length)
+        raise ValueError(
+            f"{folder} does not exist on this node: paths.processed_data_dir must be on storage that all nodes share"
+        ) from error
+    vocabulary = Vocabulary.from_rows(rows["train"], config.dataset.vocab_size, config.dataset.max_length)
     if unseen := {row["label"] for part in rows.values() for row in part} - set(vocabulary.labels):
-        raise ValueError(f"no row for training has the label {', '.join(sorted(unseen))}: it needs more rows")
-    parts = {name: tensors(vocabulary, part) for name, part in rows.items()}
+        raise ValueError(f"no training row has the label {', '.join(sorted(unseen))}: add more rows with it")
+    parts = {name: to_tensors(vocabulary, part) for name, part in rows.items()}
     return Splits(
         **parts,
         vocabulary=asdict(vocabulary),
@@ -173,29 +176,32 @@ def load(config: Config, folder: str) -> Splits:
 
 
 def check_same(state: dict, splits: Splits) -> None:
-    """Raises ValueError where a checkpoint is of other rows than `splits`, or counts and cuts their words otherwise.
+    """Raise ValueError if a checkpoint was made with other rows than `splits`, or with a different vocabulary.
 
-    Rows that were added deal all of them anew: what the model was trained on would be in its test set.
+    Adding rows reshuffles all of them, so rows that the model was trained on would end up in its test set.
     """
     if "data" not in state:
-        raise ValueError("the run is of an older version of this program, which did not name its data: start a new run")
+        raise ValueError(
+            "the run was made by an older version of this program, which did not record its data: start a new run"
+        )
     if state["data"] != splits.name:
         raise ValueError(
-            f"the run was started with {state['data']}, and the data are now {splits.name}: put the rows back as they "
-            "were (snippets: use the same release of Python), or start a new run"
+            f"the run was started with {state['data']}, and the data are now {splits.name}: restore the original rows "
+            "(for snippets: use the same release of Python), or start a new run"
         )
     if state["vocabulary"] != splits.vocabulary:
-        raise ValueError("the run was started with another dataset.vocab_size or max_length")
+        raise ValueError("the run was started with a different dataset.vocab_size or max_length")
 
 
-def tensors(vocabulary: Vocabulary, rows: list[dict]) -> TensorDataset:
-    """Rows as (tokens, length, label)."""
+def to_tensors(vocabulary: Vocabulary, rows: list[dict]) -> TensorDataset:
+    """Convert rows to a data set of (token ids, length, class id)."""
     labels = torch.tensor([vocabulary.labels.index(row["label"]) for row in rows])
     return TensorDataset(*vocabulary.encode([row["text"] for row in rows]), labels)
 
 
-def synthetic(num_samples: int) -> Splits:
-    """Random vectors (num_samples, 784), labelled by which of ten random directions they go most into."""
+def synthetic_splits(num_samples: int) -> Splits:
+    """Make random vectors (num_samples, 784), labelled by the largest of their projections on ten random directions."""
+
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(num_samples, FEATURES, generator=generator)
     labels = (features @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(dim=1)

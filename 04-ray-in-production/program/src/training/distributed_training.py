@@ -4,8 +4,8 @@
     python -m training.distributed_training --set cluster.num_workers=4
     RAY_ADDRESS=HOST:6379 python -m training.distributed_training --set 'cluster.num_workers=[1, 2]'
 
-It computes what local_training.py computes. A worker that dies is replaced, and the run continues from its newest
-checkpoint. With [FEWEST, MOST] workers it does so even on fewer nodes, and later on more.
+It computes the same as local_training.py. A worker that dies is replaced, and the run continues from its newest
+checkpoint. With [MINIMUM, MAXIMUM] workers it also continues on fewer nodes, and later on more.
 """
 
 from pathlib import Path
@@ -23,8 +23,8 @@ from training import data, trainer, utils
 
 
 def main() -> None:
-    """Check the configuration, claim the run's folder, start Ray, train."""
-    options, config = configuration.asked_for(configuration.run_parser(__doc__))
+    """Check the configuration, claim the run's folder, start Ray and train."""
+    options, config = configuration.parse_command_line(configuration.run_parser(__doc__))
     driver = distributed.Worker(label="driver")
     fewest, most = config.cluster.num_workers
     args = utils.run_args(config, options, num_workers=fewest)
@@ -59,45 +59,46 @@ def main() -> None:
     driver.log(f"done: {utils.write_metrics(config, run.name, result)}; checkpoints in {run.folder}")
 
 
-def check_resources(asked: configuration.Cluster, use_gpu: bool, driver: distributed.Worker) -> bool:
-    """Whether the workers use GPUs, which cluster.resources_per_worker may ask for.
+def check_resources(settings: configuration.Cluster, use_gpu: bool, driver: distributed.Worker) -> bool:
+    """Return whether the workers use GPUs, which cluster.resources_per_worker may request.
 
-    `cluster.start` has ensured one CPU or GPU for each worker. For more, Ray Train would wait forever, without a word:
-    raises UsageError if the nodes have no room for cluster.resources_per_worker and no more are to come.
+    `cluster.start` has ensured one CPU or GPU for each worker. If a worker needs more than that, Ray Train would wait
+    forever without a message. Raises UsageError if the workers do not fit on the nodes and no more nodes are coming.
     """
-    if not asked.resources_per_worker:
+    if not settings.resources_per_worker:
         return use_gpu
-    use_gpu = use_gpu or "GPU" in asked.resources_per_worker
-    each = {**asked.resources_per_worker}
+    use_gpu = use_gpu or "GPU" in settings.resources_per_worker
+    per_worker = {**settings.resources_per_worker}
     if use_gpu:
-        each.setdefault("GPU", 1.0)  # as Ray Train does
-    fewest, room = asked.num_workers[0], room_for(each)
-    if room < fewest and (cluster.OWN_RAY_ENV or not cluster.grows([each] * fewest, driver)):
-        has = ray.cluster_resources()
-        there = {name: has.get(name, 0) for name in each}
+        per_worker.setdefault("GPU", 1.0)  # as Ray Train does
+    fewest, room = settings.num_workers[0], count_fitting_workers(per_worker)
+    if room < fewest and (cluster.OWN_RAY_ENV or not cluster.grows([per_worker] * fewest, driver)):
+        totals = ray.cluster_resources()
+        available = {name: totals.get(name, 0) for name in per_worker}
         raise UsageError(
-            f"cluster.resources_per_worker = {each}: {fewest} workers are asked for, and there is room for {room} on "
-            f"nodes with {there} in all: less for each, fewer cluster.num_workers or a larger cluster will do"
+            f"cluster.resources_per_worker = {per_worker}: {fewest} workers are requested, but there is room for "
+            f"{room} on nodes with {available} in total: request less per worker, lower cluster.num_workers, or use a "
+            "larger cluster"
         )
     return use_gpu
 
 
-def room_for(resources: dict[str, float]) -> int:
-    """How many workers with these resources the nodes hold, while nobody else uses them. A worker is on one node."""
+def count_fitting_workers(resources: dict[str, float]) -> int:
+    """Count the workers with these resources that fit on the nodes, if nothing else runs there."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    # The sum of many small shares may lie a little below what they are shares of.
+    # Rounding may leave the quotient slightly below a whole number.
     return sum(min(int(node.get(name, 0) / amount + 1e-6) for name, amount in resources.items()) for node in nodes)
 
 
 def train_worker(config: dict, run: storage.RayRun, folders: trainer.Folders, worker: distributed.Worker) -> dict:
-    """What every worker runs."""
+    """Train on one Ray worker. Every worker runs this."""
     with distributed.fail_together():
         run.check_folder()
     return trainer.train(
         configuration.Config.model_validate(config),
         folders,
         worker,
-        newest=lambda: run.newest_state(worker)[1],
+        load_newest=lambda: run.newest_state(worker)[1],
         store=lambda state, metrics: storage.report(state, metrics, worker),
     )
 

@@ -4,7 +4,7 @@
     python -m training.local_training --set dataset.kind=file --set dataset.file=reviews.csv
     python -m training.local_training --run-name RUN --resume
 
-It computes what distributed_training.py computes.
+It computes the same as distributed_training.py.
 """
 
 from pathlib import Path
@@ -15,13 +15,13 @@ from training import data, trainer, utils
 
 
 def main() -> None:
-    """Check the configuration, claim the run's folder, train."""
-    options, config = configuration.asked_for(configuration.run_parser(__doc__))
+    """Check the configuration, claim the run's folder and train."""
+    options, config = configuration.parse_command_line(configuration.run_parser(__doc__))
     worker = distributed.join()
     args = utils.run_args(config, options, num_workers=0)
     with distributed.fail_together():
         if worker.world_size > 1:
-            raise ValueError("this is the program for one process; distributed_training.py is the other one")
+            raise ValueError("this program runs in one process; for several, use distributed_training.py")
         data_folder = data.prepare(config)
         run = runs.Run.from_args(args)
         state = run.claim(args, worker)

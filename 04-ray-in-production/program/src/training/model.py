@@ -1,4 +1,4 @@
-"""The models: two that read texts, and one for synthetic data."""
+"""The models: two for texts and one for synthetic data."""
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +10,9 @@ from training.data import FEATURES, PADDING
 
 
 class TextRNN(nn.Module):
-    """A recurrent network over the tokens of a text; its last states, of both directions, choose the class.
+    """A recurrent network (GRU or LSTM) that classifies a text by its last hidden states, in one or two directions.
 
-    Tokens (batch, length) and lengths (batch) give logits (batch, classes).
+    Takes token ids (batch, length) and lengths (batch), and returns logits (batch, classes).
     """
 
     def __init__(self, config: configuration.Model, num_tokens: int, num_classes: int) -> None:
@@ -28,18 +28,19 @@ class TextRNN(nn.Module):
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         embedded = self.dropout(self.embedding(tokens))
-        # Packed, so that padding is not read, and the last state is that of the last token.
+        # Packed, so that the network skips the padding and its last state is that of the last token.
         packed = pack_padded_sequence(embedded, lengths.cpu(), batch_first=True, enforce_sorted=False)
         _, states = self.rnn(packed)
-        states = states[0] if isinstance(states, tuple) else states  # an LSTM also returns its cells
+        states = states[0] if isinstance(states, tuple) else states  # an LSTM also returns its cell states
         last = states[-self.directions :].transpose(0, 1).flatten(1)
         return self.head(self.dropout(last))
 
 
 class TextCNN(nn.Module):
-    """Convolutions over three, four and five tokens, the strongest answer of each filter kept. Shapes as above.
+    """A convolutional network over windows of three, four and five tokens, with max pooling over the text.
 
-    After Kim, "Convolutional Neural Networks for Sentence Classification", 2014.
+    Takes and returns the same shapes as TextRNN. After Kim, "Convolutional Neural Networks for Sentence
+    Classification", 2014.
     """
 
     def __init__(self, config: configuration.Model, num_tokens: int, num_classes: int) -> None:
@@ -51,12 +52,12 @@ class TextCNN(nn.Module):
 
     def forward(self, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
         embedded = F.pad(self.embedding(tokens).transpose(1, 2), (2, 2))  # for texts of fewer than five tokens
-        strongest = [F.relu(convolution(embedded)).amax(dim=2) for convolution in self.filters]
-        return self.head(self.dropout(torch.cat(strongest, dim=1)))
+        pooled = [F.relu(convolution(embedded)).amax(dim=2) for convolution in self.filters]
+        return self.head(self.dropout(torch.cat(pooled, dim=1)))
 
 
 def mlp(config: configuration.Model, num_classes: int) -> nn.Module:
-    """Features (batch, 784) to logits (batch, classes), through n_layers hidden layers."""
+    """Build a perceptron with n_layers hidden layers, from features (batch, 784) to logits (batch, classes)."""
     layers, width = [], FEATURES
     for _ in range(config.n_layers):
         layers += [nn.Linear(width, config.hidden_dim), nn.ReLU(), nn.Dropout(config.dropout)]
@@ -65,7 +66,7 @@ def mlp(config: configuration.Model, num_classes: int) -> nn.Module:
 
 
 def build(config: configuration.Model, num_tokens: int, num_classes: int) -> nn.Module:
-    """The model that the configuration asks for."""
+    """Build the model that the configuration describes."""
     if config.kind == "mlp":
         return mlp(config, num_classes)
     return {"rnn": TextRNN, "cnn": TextCNN}[config.kind](config, num_tokens, num_classes)

@@ -1,8 +1,8 @@
-"""Label texts with a run's best checkpoint: one line in, one line out, with the label and its probability.
+"""Label texts with a run's best checkpoint. Prints a label and its probability for each line of input.
 
 python -m training.predict runs/RUN lines.txt
 echo 'loop = get_running_loop()' | python -m training.predict runs/RUN
-python -m training.predict runs/RUN --test        its accuracy on the run's test set, as training has reported it
+python -m training.predict runs/RUN --test        the accuracy on the run's test set, as training reported it
 """
 
 from collections.abc import Iterator
@@ -18,11 +18,11 @@ from training.config import Config
 
 
 def main() -> None:
-    """Load the model with its vocabulary, and answer."""
+    """Load the model with its vocabulary and print a label for each line."""
     parser = options.Parser(__doc__)
     parser.add_argument("run", help="folder or URI of the run's checkpoints")
     parser.add_argument(
-        "file", nargs="?", help="a text a line; its escapes \\n stand for ends of lines (default: standard input)"
+        "file", nargs="?", help="one text per line; \\n in a line stands for a line break (default: standard input)"
     )
     parser.add_argument("--test", action="store_true", help="print the accuracy on the run's test set instead")
     args = parser.parse_args()
@@ -30,7 +30,7 @@ def main() -> None:
         path, state = utils.best_state(options.path_or_uri(args.run))
     config = Config.model_validate(state["config"])
     if state["vocabulary"] is None:
-        raise UsageError(f"{path} was trained on synthetic data: it reads no texts")
+        raise UsageError(f"{path} was trained on synthetic data: it cannot read texts")
     vocabulary = data.Vocabulary(**state["vocabulary"])
     network = model.build(config.model, len(vocabulary.tokens) + 2, len(vocabulary.labels))
     network.to(next(iter(state["model"].values())).dtype).load_state_dict(state["model"])
@@ -45,16 +45,16 @@ def main() -> None:
         )
         print(correct / len(splits.test))
         return
-    for line in lines_of(args.file):
+    for line in read_lines(args.file):
         probabilities = torch.softmax(network(*vocabulary.encode([line.replace("\\n", "\n")]))[0], dim=0)
         print(f"{vocabulary.labels[int(probabilities.argmax())]}\t{probabilities.max():.3f}\t{line.rstrip()}")
 
 
-def lines_of(path: str | None) -> Iterator[str]:
-    """The lines of a file, or of standard input. Raises UsageError for what cannot be read."""
+def read_lines(path: str | None) -> Iterator[str]:
+    """Yield the lines of a file, or of standard input. Raises UsageError if they cannot be read."""
     name = path or "standard input"
     try:
-        with open(path or 0, encoding="utf-8-sig") as file:  # 0: standard input, whatever the locale says
+        with open(path or 0, encoding="utf-8-sig") as file:  # 0: standard input, in UTF-8 whatever the locale
             yield from file
     except OSError as error:
         raise UsageError(f"{name}: {error.strerror}") from error

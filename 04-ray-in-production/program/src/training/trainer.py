@@ -1,4 +1,4 @@
-"""The training loop, one for a process alone and for the ranks of a group."""
+"""The training loop, for a single process and for the ranks of a process group."""
 
 import contextlib
 import time
@@ -20,7 +20,7 @@ from training.config import Config
 
 
 class Folders(NamedTuple):
-    """Where a run's checkpoints, its data and its logs are. run: a path or a URI."""
+    """The folders of a run's checkpoints, data and logs. run: a path or a URI."""
 
     run: str
     data: str
@@ -28,7 +28,7 @@ class Folders(NamedTuple):
 
 
 class TextProgress(Progress):
-    """A `Progress` that also counts the right answers while training."""
+    """A `Progress` that also counts correct predictions during training."""
 
     saved = (*Progress.saved, "correct")
 
@@ -38,13 +38,13 @@ class TextProgress(Progress):
 
 
 def train(
-    config: Config, folders: Folders, worker: Worker, newest: Callable[[], dict | None],
+    config: Config, folders: Folders, worker: Worker, load_newest: Callable[[], dict | None],
     store: Callable[[dict, dict], None],
 ) -> dict:  # fmt: skip
-    """Train as configured and return what metrics.json holds. Every rank calls it.
+    """Train as configured and return the content of metrics.json. Collective.
 
-    folders: `data` comes from `data.prepare`. newest: returns the state to continue from, on every rank. store: keeps a
-    state, with its metrics. Raises UsageError for what cannot be, the same on every rank.
+    folders: `data` comes from `data.prepare`. load_newest: returns the state to continue from, on every rank. store:
+    saves a state with its metrics. Raises the same UsageError on every rank if the settings do not fit.
     """
     with distributed.fail_together():
         options.check_precision(config.training.precision, worker.device)
@@ -52,7 +52,7 @@ def train(
         check_divisible(config.training.batch_size, worker.world_size)
         trainer_log = utils.Log(Path(folders.logs), worker)
         trainer = Trainer(config, splits, worker, trainer_log, store)
-    if state := newest():
+    if state := load_newest():
         with distributed.fail_together():
             trainer.restore(state)
     del state  # it is as large as model and optimizer
@@ -60,7 +60,7 @@ def train(
     while not trainer.finished():
         trainer.train_epoch()
 
-    # The test set, once, by the best of the checkpoints.
+    # Use the test set once, with the best checkpoint.
     with distributed.fail_together():
         path, best = utils.best_state(folders.run) if worker.rank == 0 else (None, None)
     path, weights, epoch = distributed.from_rank_zero(
@@ -78,12 +78,12 @@ def train(
         "seconds": sum(line["seconds"] for line in trainer.progress.metrics),
         "epochs": trainer.progress.metrics,
     }
-    trainer_log(utils.in_words(result), trainer.progress.step, test_accuracy=test["accuracy"])
+    trainer_log(utils.describe_result(result), trainer.progress.step, test_accuracy=test["accuracy"])
     return result
 
 
 class Trainer:
-    """A model, what trains it, and how far it has come."""
+    """A model with its optimizer, scheduler, data loader and progress."""
 
     def __init__(self, config: Config, splits: data.Splits, worker: Worker, log: utils.Log, store: Callable) -> None:
         self.config, self.splits, self.worker, self.log, self.store = config, splits, worker, log, store
@@ -94,17 +94,17 @@ class Trainer:
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=training.lr)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, training.lr_step_size, training.lr_gamma)
         self.scaler = torch.amp.GradScaler(worker.device.type, enabled=training.precision == "fp16")
-        distributed.seed_everything(training.seed + worker.rank)  # each rank draws dropout of its own
-        limits = Limits(training.batch_size, training.epochs, quiet=True)  # it has its own log
+        distributed.seed_everything(training.seed + worker.rank)  # each rank draws its own dropout masks
+        limits = Limits(training.batch_size, training.epochs, quiet=True)  # the trainer writes its own log
         self.progress = TextProgress(limits, worker, len(splits.train), options={})
         self.loader = rank_loader(
             splits.train, training.batch_size // worker.world_size, worker, training.seed, config.dataset.loader_workers
         )
 
     def restore(self, state: dict) -> None:
-        """Continue from a checkpoint. Raises ValueError if it is of another model, or of other data."""
-        saved, now = state["config"]["model"], self.config.model.model_dump(mode="json")
-        for key, value in now.items():
+        """Continue from a checkpoint. Raises ValueError if it belongs to a different model or to different data."""
+        saved, current = state["config"]["model"], self.config.model.model_dump(mode="json")
+        for key, value in current.items():
             if saved.get(key) != value:
                 raise ValueError(f"the run was started with model.{key} = {saved.get(key)}, and now it is {value}")
         data.check_same(state, self.splits)
@@ -117,61 +117,64 @@ class Trainer:
                 )
         progress = checkpoint.restore(state, self.model, self.optimizer, self.scheduler, self.worker)
         self.progress.load_state_dict(progress)
-        if state["scaler"]:  # empty where the run was not in fp16 until now
+        if state["scaler"]:  # empty if the run has not used fp16 so far
             self.scaler.load_state_dict(state["scaler"])
         self.log(f"continuing after step {self.progress.step}", self.progress.step)
 
     def join(self) -> None:
-        """From here on the gradients of all ranks are averaged."""
+        """Wrap the model in DDP if there are several ranks. From here on the ranks average their gradients."""
         self.ddp_model = self.model
         if self.worker.world_size > 1:
             device_ids = [self.worker.device] if self.worker.device.type == "cuda" else None
             self.ddp_model = DistributedDataParallel(self.model, device_ids, gradient_as_bucket_view=True)
-            # As shared.distributed.warm_up_ddp_buckets: a resumed run must add in the same order as one that never
+            # As in shared.distributed.warm_up_ddp_buckets, a resumed run must add in the same order as one that never
             # stopped. In train mode dropout would draw random numbers. In eval mode cuDNN's GRU and LSTM have no
-            # backward pass, but torch's own have one.
+            # backward pass, but PyTorch's own have one.
             self.ddp_model.eval()
-            *inputs, _ = (each.to(self.worker.device) for each in self.splits.train[:0])
+            *inputs, _ = (tensor.to(self.worker.device) for tensor in self.splits.train[:0])
             with torch.backends.cudnn.flags(enabled=False):
                 self.logits(self.ddp_model, inputs).sum().backward()
             self.ddp_model.zero_grad()
 
     def finished(self) -> bool:
-        """Whether all epochs are done, or none has been better for as many as early stopping waits."""
+        """Return whether all epochs are done or early stopping ends the training."""
         accuracies = [line["val_accuracy"] for line in self.progress.metrics]
         patience = self.config.training.early_stopping_patience
         waited = len(accuracies) - 1 - accuracies.index(max(accuracies)) if accuracies else 0
         return len(accuracies) >= self.config.training.epochs or (patience is not None and waited >= patience)
 
     def train_epoch(self) -> None:
-        """Train from where the progress is to the end of its epoch, validate, and save as often as configured."""
+        """Train to the end of the current epoch, validate, and save as often as configured."""
         config, progress = self.config, self.progress
         self.ddp_model.train()
-        done, taken, began = [], [], time.perf_counter()  # since the last call of log_steps
+        totals, counts, started = [], [], time.perf_counter()  # since the last call of log_steps
         for count, batch in progress.batches(self.loader):
-            done.append(self.train_step(batch, count))
-            taken.append(count)
-            step, last = progress.step + len(done), progress.steps_left == 0
-            saves = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0 and not last
-            if saves or last or step % config.training.log_every == 0:
-                self.log_steps(done, taken, time.perf_counter() - began)
-                if saves:
+            totals.append(self.train_step(batch, count))
+            counts.append(count)
+            step, is_last = progress.step + len(totals), progress.steps_left == 0
+            save_now = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0 and not is_last
+            if save_now or is_last or step % config.training.log_every == 0:
+                self.log_steps(totals, counts, time.perf_counter() - started)
+                if save_now:
                     self.save(None)
-                done, taken, began = [], [], time.perf_counter()
+                totals, counts, started = [], [], time.perf_counter()
         self.finish_epoch()
 
     def train_step(self, batch: list[torch.Tensor], count: int) -> torch.Tensor:
-        """One optimizer step on this rank's part of `count` samples: its share of the mean loss, its right answers."""
+        """Take one optimizer step on this rank's part of `count` samples.
+
+        Returns this rank's share of the mean loss and its number of correct predictions.
+        """
         training = self.config.training
         size = max(1, -(-len(batch[-1]) // training.accumulation_steps))
         starts = range(0, max(1, len(batch[-1])), size)
         totals = torch.zeros(2, dtype=torch.float64, device=self.worker.device)
         self.optimizer.zero_grad()
         for start in starts:
-            # Micro-batches add up their gradients here; the last one's backward pass adds those of all ranks.
-            alone = start != starts[-1] and self.worker.world_size > 1
-            with self.ddp_model.no_sync() if alone else contextlib.nullcontext():
-                logits, labels = self.forward(self.ddp_model, [each[start : start + size] for each in batch])
+            # Micro-batches accumulate their gradients on this rank; only the last backward pass communicates.
+            skip_sync = start != starts[-1] and self.worker.world_size > 1
+            with self.ddp_model.no_sync() if skip_sync else contextlib.nullcontext():
+                logits, labels = self.forward(self.ddp_model, [tensor[start : start + size] for tensor in batch])
                 loss = F.cross_entropy(logits, labels, reduction="sum") / count
                 # DDP divides by the world size, so we multiply by it.
                 self.scaler.scale(loss * self.worker.world_size).backward()
@@ -185,35 +188,38 @@ class Trainer:
         return totals
 
     def forward(self, network: nn.Module, batch: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits (batch, classes) in the weights' type, and labels (batch), on the device."""
-        *inputs, labels = (each.to(self.worker.device, non_blocking=True) for each in batch)
+        """Return logits (batch, classes) in the weights' dtype and labels (batch), both on the device."""
+        *inputs, labels = (tensor.to(self.worker.device, non_blocking=True) for tensor in batch)
         return self.logits(network, inputs), labels
 
     def logits(self, network: nn.Module, inputs: list[torch.Tensor]) -> torch.Tensor:
-        """The network's answers. A rank without samples in a step still takes part: it asks for one, and drops it."""
+        """Return the network's logits. A rank with an empty batch computes one made-up sample and drops its logits."""
         num_samples = len(inputs[0])
         if num_samples == 0:
-            inputs = [each.new_ones(1, *each.shape[1:]) for each in inputs]
-        inputs = [each.to(self.dtype) if each.is_floating_point() else each for each in inputs]
+            inputs = [tensor.new_ones(1, *tensor.shape[1:]) for tensor in inputs]
+        inputs = [tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
         precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.training.precision)
         with torch.autocast(self.worker.device.type, precision, enabled=precision is not None):
             return network(*inputs)[:num_samples].to(self.dtype)
 
-    def log_steps(self, done: list[torch.Tensor], taken: list[int], seconds: float) -> None:
-        """Note the steps just done in the progress and in the log. Collective."""
-        losses, correct = distributed.global_sum(torch.stack(done)).T
-        self.progress.record_steps(losses.tolist(), taken, seconds)
+    def log_steps(self, totals: list[torch.Tensor], counts: list[int], seconds: float) -> None:
+        """Record the latest steps in the progress and in the log. Collective.
+
+        totals: what `train_step` returned for each step. counts: each step's samples over all ranks.
+        """
+        losses, correct = distributed.global_sum(torch.stack(totals)).T
+        self.progress.record_steps(losses.tolist(), counts, seconds)
         self.progress.correct += int(correct.sum())
-        mean = sum(loss * count for loss, count in zip(losses.tolist(), taken, strict=True)) / sum(taken)
-        accuracy, lr = correct.sum().item() / sum(taken), self.scheduler.get_last_lr()[0]
-        speed, step, epoch = sum(taken) / seconds, self.progress.step, self.progress.epoch + 1
+        mean = sum(loss * count for loss, count in zip(losses.tolist(), counts, strict=True)) / sum(counts)
+        accuracy, lr = correct.sum().item() / sum(counts), self.scheduler.get_last_lr()[0]
+        speed, step, epoch = sum(counts) / seconds, self.progress.step, self.progress.epoch + 1
         self.log(
             f"epoch {epoch}  step {step}  loss {mean:.4f}  accuracy {accuracy:.3f}  lr {lr:.2e}  {speed:.0f} samples/s",
             step, epoch=epoch, loss=mean, accuracy=accuracy, lr=lr, samples_per_second=speed,
         )  # fmt: skip
 
     def finish_epoch(self) -> None:
-        """Validate, add the epoch's line to the metrics, and save it where it is its turn."""
+        """Validate, add the epoch's line to the metrics, and save a checkpoint if one is due."""
         progress, val = self.progress, self.evaluate(self.splits.val)
         line = progress.finish_epoch({
             "step": progress.step,
@@ -225,17 +231,17 @@ class Trainer:
             "world_size": self.worker.world_size,
         })  # fmt: skip
         self.scheduler.step()
-        said = f"epoch {line['epoch']}/{self.config.training.epochs}  train_loss {line['train_loss']:.4f}  val_loss "
-        said += f"{val['loss']:.4f}  val_accuracy {val['accuracy']:.3f}  {line['seconds']:.1f} s"
+        message = f"epoch {line['epoch']}/{self.config.training.epochs}  train_loss {line['train_loss']:.4f}  val_loss "
+        message += f"{val['loss']:.4f}  val_accuracy {val['accuracy']:.3f}  {line['seconds']:.1f} s"
         self.log(
-            said, line["step"], **{key: value for key, value in line.items() if key not in ("step", "step_losses")}
+            message, line["step"], **{key: value for key, value in line.items() if key not in ("step", "step_losses")}
         )
         if line["epoch"] % self.config.checkpoint.every_epochs == 0 or self.finished():
             self.save(val["accuracy"])
 
     @torch.no_grad()
     def evaluate(self, dataset: data.TensorDataset) -> dict:
-        """Mean loss and accuracy over a whole data set: sums over all ranks, divided once. Collective."""
+        """Return mean loss and accuracy over a data set, from sums over all ranks. Collective."""
         self.model.eval()
         totals = torch.zeros(2, dtype=torch.float64, device=self.worker.device)
         for batch in rank_loader(dataset, 256, self.worker):
@@ -246,7 +252,7 @@ class Trainer:
         return {"loss": loss / len(dataset), "accuracy": correct / len(dataset)}
 
     def save(self, score: float | None) -> None:
-        """Keep the whole state. score: the val_accuracy; None inside an epoch, which has none. Collective."""
+        """Save a checkpoint. score: the val_accuracy, or None in the middle of an epoch. Collective."""
         state = {
             **checkpoint.training_state(self.model, self.optimizer, self.scheduler, self.progress.state_dict()),
             "scaler": self.scaler.state_dict(),

@@ -1,11 +1,11 @@
-"""Search the space that hyperparameters.yaml describes, and write the best configuration as a folder.
+"""Search the hyperparameters that hyperparameters.yaml describes, and write the best configuration to a folder.
 
     python -m training.tune --out config-best
     python -m training.distributed_training --config-dir config-best
-    python -m training.tune --out config-best --run-name SEARCH --resume     goes on with a search that was interrupted
+    python -m training.tune --out config-best --run-name SEARCH --resume     continues an interrupted search
 
-A trial is one training in one process, judged by its val_accuracy; the test set is not touched. Trials that run at a
-time: as many as there are CPUs, or GPUs, for tuning.resources_per_trial.
+A trial is one training in one process, judged by its val_accuracy. The search does not use the test set. It runs as
+many trials at a time as the CPUs or GPUs allow with tuning.resources_per_trial.
 """
 
 import logging
@@ -34,72 +34,71 @@ STATE_FILE = "state.pt"
 
 
 class Search(storage.RayRun):
-    """The folder of a search: each trial's folder, and Tune's notes of how far they are."""
+    """The folder of a search, with each trial's folder and Tune's experiment state."""
 
     def list_newest_first(self) -> list[str]:
-        """Paths of Tune's notes; or of the checkpoints of a training run that has this name."""
+        """List the paths of Tune's state files, or of the checkpoints of a training run with this name."""
         files, path = storage.file_system(self.folder)
-        found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
-        names = ("experiment_state", "checkpoint-")
-        return sorted((each.path for each in found if each.base_name.startswith(names)), reverse=True)
+        entries = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
+        prefixes = ("experiment_state", "checkpoint-")
+        return sorted((entry.path for entry in entries if entry.base_name.startswith(prefixes)), reverse=True)
 
     def load_newest(self, worker: distributed.Worker) -> tuple[str | None, dict | None, list[str]]:
-        """The newest note, which Tune itself reads."""
-        found = self.list_newest_first() if tune.Tuner.can_restore(self.folder) else []
-        return (found[0], {}, []) if found else (None, None, [])
+        """Return the path of the newest state file and an empty state, since Tune itself reads the file."""
+        paths = self.list_newest_first() if tune.Tuner.can_restore(self.folder) else []
+        return (paths[0], {}, []) if paths else (None, None, [])
 
 
 def main() -> None:
-    """Check the configuration, start Ray, search, write the winner."""
+    """Check the configuration, start Ray, search and write the best configuration."""
     parser = configuration.run_parser(__doc__)
-    parser.add_argument("--out", required=True, help="folder for the best configuration, for --config-dir")
-    options, config = configuration.asked_for(parser)
+    parser.add_argument("--out", required=True, help="write the best configuration to this folder, for --config-dir")
+    options, config = configuration.parse_command_line(parser)
     driver = distributed.Worker(label="driver")
     args = utils.run_args(config, options, num_workers=1)
     with distributed.fail_together():
         data_folder = data.prepare(config)
         search = Search.from_args(args)
         search.claim(args, driver)
-        Path(options.out).mkdir(parents=True, exist_ok=True)  # else hours of work end with an error
-    logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns of trials that have not begun yet
-    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # else verbose=0 still prints a table
-    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune's own takes Ctrl-C for the end of the search, and goes on
+        Path(options.out).mkdir(parents=True, exist_ok=True)  # otherwise hours of work might end with an error
+    logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns about trials that have not started yet
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
+    os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would end only the search on Ctrl-C, and then continue
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")  # trials may be short
     script.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(1, config.cluster.use_gpu, packages=[shared, training])
     resources = config.tuning.resources_per_trial or ({"GPU": 1} if use_gpu else {"CPU": 1})
-    if distributed_training.room_for(resources) == 0:
-        has = ray.cluster_resources()
-        there = {name: has.get(name, 0) for name in resources}
-        asked = f"tuning.resources_per_trial = {resources}"
-        raise UsageError(f"{asked}: more than a node has, of {there} in all")
+    if distributed_training.count_fitting_workers(resources) == 0:
+        totals = ray.cluster_resources()
+        available = {name: totals.get(name, 0) for name in resources}
+        setting = f"tuning.resources_per_trial = {resources}"
+        raise UsageError(f"{setting}: more than any node has; the cluster has {available} in total")
 
-    trainable = tune.with_resources(trial_of(config.model_dump(mode="json"), data_folder), resources)
-    results = tuner(config, search, options.resume, trainable).fit()
-    for result in sorted(results, key=lambda each: -(each.metrics or {}).get("best_accuracy", 0)):
+    trainable = tune.with_resources(make_trial(config.model_dump(mode="json"), data_folder), resources)
+    results = build_tuner(config, search, options.resume, trainable).fit()
+    for result in sorted(results, key=lambda result: -(result.metrics or {}).get("best_accuracy", 0)):
         driver.log(describe(result))
     if results.num_errors == len(results):
         raise RunFailed(f"every trial failed, the first with: {last_line(results.errors[0])}")
     best = results.get_best_result("best_accuracy")
-    chosen = with_values(config, best.config)
-    configuration.write(chosen, options.out)
+    configuration.write(with_values(config, best.config), options.out)
     driver.log(f"the best configuration is in {options.out}: {describe_values(best.config)}; trials in {search.folder}")
 
 
-def tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dict], None]) -> tune.Tuner:
-    """What runs the search, or goes on with it: finished trials stay, others go on from their last checkpoint."""
+def build_tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dict], None]) -> tune.Tuner:
+    """Build the Tuner of a new search, or restore it: unfinished trials then continue from their last checkpoints."""
     if resume:
         return tune.Tuner.restore(search.folder, trainable, resume_unfinished=True, resume_errored=True)
     return tune.Tuner(
         trainable,
-        param_space=space(config),
+        param_space=search_space(config),
         tune_config=tune.TuneConfig(
             metric="accuracy",
             mode="max",
             num_samples=config.tuning.num_samples,
             search_alg=BasicVariantGenerator(random_state=config.training.seed),  # the same seed draws the same trials
-            scheduler=scheduler(config),
-            reuse_actors=True,  # a process for each trial at a time, not for each trial: half a minute less for ten
+            scheduler=build_scheduler(config),
+            reuse_actors=True,  # trials reuse processes, which saves half a minute for ten trials
         ),
         run_config=tune.RunConfig(
             name=search.name,
@@ -111,87 +110,86 @@ def tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dic
     )
 
 
-def space(config: Config) -> dict:
-    """What is drawn for each trial; of the learning rate each power of ten is as likely as another."""
+def search_space(config: Config) -> dict:
+    """Return the distributions that each trial's values are drawn from. The learning rate is log-uniform."""
     lr = config.tuning.lr
     return {"lr": tune.loguniform(lr.lowest, lr.highest), "epochs": tune.choice(config.tuning.epochs)}
 
 
-def scheduler(config: Config) -> ASHAScheduler | None:
-    """What ends trials early, if the configuration asks for it."""
+def build_scheduler(config: Config) -> ASHAScheduler | None:
+    """Build the scheduler that stops trials early, if the configuration asks for one."""
     if config.tuning.scheduler == "none":
         return None
     return ASHAScheduler(time_attr="epoch", max_t=max(config.tuning.epochs), grace_period=config.tuning.grace_epochs)
 
 
 def with_values(config: Config, values: dict) -> Config:
-    """The configuration with a trial's values in its training section."""
-    whole = config.model_dump()
-    return Config.model_validate({**whole, "training": {**whole["training"], **values}})
+    """Return the configuration with a trial's values in its training section."""
+    fields = config.model_dump()
+    return Config.model_validate({**fields, "training": {**fields["training"], **values}})
 
 
-def set_lr(one: trainer.Trainer, lr: float) -> None:
-    """Go on as if the training had begun with this learning rate: a checkpoint brings its own."""
-    for group in one.optimizer.param_groups:
+def set_lr(text_trainer: trainer.Trainer, lr: float) -> None:
+    """Continue as if training had started with this learning rate. A restored checkpoint sets its own."""
+    for group in text_trainer.optimizer.param_groups:
         group["lr"] *= lr / group["initial_lr"]
         group["initial_lr"] = lr
-    one.scheduler.base_lrs = [lr]
+    text_trainer.scheduler.base_lrs = [lr]
 
 
-def given_device() -> torch.device:
-    """For a trial: the GPU that Ray has given it, or the CPU.
+def assigned_device() -> torch.device:
+    """Return the device of a trial: the GPU that Ray has assigned to it, or the CPU.
 
-    Torch is not asked: a trial with a GPU sees that one alone, but one without sees all of its node.
+    Ask Ray, not PyTorch: a trial without a GPU would see all GPUs of its node.
     """
     return torch.device("cuda" if ray.get_runtime_context().get_accelerator_ids().get("GPU") else "cpu")
 
 
-def trial_of(plain: dict, data_folder: str) -> Callable[[dict], None]:
-    """A trainable for Tune: one training in one process, which reports its accuracy and a checkpoint each epoch.
+def make_trial(config_values: dict, data_folder: str) -> Callable[[dict], None]:
+    """Return a trainable for Tune: a training in one process that reports accuracy and a checkpoint after each epoch.
 
-    It goes on from a checkpoint that Tune gives it: its own, after a failure, or another trial's, when a population is
-    trained. The learning rate then is the one that the trial was given, not the one in the checkpoint. plain: the
-    configuration as plain data.
+    It continues from a checkpoint that Tune provides: its own after a failure, or another trial's in population based
+    training. It then uses the trial's learning rate, not the checkpoint's. config_values: a dumped Config.
     """
 
     def trial(values: dict) -> None:
         torch.set_num_threads(1)
-        config = with_values(Config.model_validate({**plain, "checkpoint": {}}), values)  # saves every epoch
-        worker = distributed.Worker(device=given_device())
-        one = trainer.Trainer(config, data.load(config, data_folder), worker, lambda *_, **__: None, report)
-        if given := tune.get_checkpoint():
-            with given.as_directory() as folder:
-                one.restore(checkpoint.load(Path(folder) / STATE_FILE))
-            set_lr(one, config.training.lr)
-        one.join()
-        while not one.finished():
-            one.train_epoch()
+        config = with_values(Config.model_validate({**config_values, "checkpoint": {}}), values)  # saves every epoch
+        worker = distributed.Worker(device=assigned_device())
+        text_trainer = trainer.Trainer(config, data.load(config, data_folder), worker, lambda *_, **__: None, report)
+        if start_checkpoint := tune.get_checkpoint():
+            with start_checkpoint.as_directory() as folder:
+                text_trainer.restore(checkpoint.load(Path(folder) / STATE_FILE))
+            set_lr(text_trainer, config.training.lr)
+        text_trainer.join()
+        while not text_trainer.finished():
+            text_trainer.train_epoch()
 
     def report(state: dict, metrics: dict) -> None:
         best = max(line["val_accuracy"] for line in state["progress"]["metrics"])
-        told = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
+        trial_metrics = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
         with tempfile.TemporaryDirectory() as folder:
             checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
-            tune.report(told, checkpoint=tune.Checkpoint.from_directory(folder))
+            tune.report(trial_metrics, checkpoint=tune.Checkpoint.from_directory(folder))
 
     return trial
 
 
 def describe_values(values: dict) -> str:
-    """What was drawn for a trial."""
+    """Describe the values that were drawn for a trial."""
     return f"lr {values['lr']:.2e}  epochs {values['epochs']:2d}"
 
 
 def describe(result: tune.Result) -> str:
-    """A trial in one line."""
-    drawn = describe_values(result.config)
+    """Describe a trial in one line."""
+    values = describe_values(result.config)
     if result.error is not None:
-        return f"{drawn}  failed: {last_line(result.error)}"
-    return f"{drawn}  accuracy {result.metrics['best_accuracy']:.4f}, the best of {result.metrics['epoch']}"
+        return f"{values}  failed: {last_line(result.error)}"
+    return f"{values}  accuracy {result.metrics['best_accuracy']:.4f}, the best of {result.metrics['epoch']}"
 
 
 def last_line(error: Exception) -> str:
-    """What an error in a trial says, without its traceback."""
+    """Return the last line of a trial's error, without its traceback."""
     return str(error).strip().splitlines()[-1]
 
 

@@ -1,4 +1,4 @@
-"""Logs, a run's folder on this machine, and its best checkpoint."""
+"""Structured logs, the checkpoints of a run on this machine, and its metrics."""
 
 import json
 import socket
@@ -14,7 +14,7 @@ from training.config import Config
 
 
 class Log:
-    """A rank's structured log, a file of its own on its node: one JSON object a line. Rank 0 prints the words too."""
+    """A rank's log: a file on its node with one JSON object per line. Rank 0 also prints the messages."""
 
     def __init__(self, folder: Path, worker: Worker) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -22,21 +22,21 @@ class Log:
         self.path = folder / f"{self.node}-rank-{worker.rank}.jsonl"
 
     def __call__(self, message: str, step: int, **fields: object) -> None:
-        """Note what happened after `step` steps, with the numbers that belong to it."""
+        """Write a message about `step`, with more fields, to the log."""
         worker = self.worker
         line = {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "node": self.node, "rank": worker.rank,
             "local_rank": worker.local_rank, "world_size": worker.world_size, "run": self.run, "step": step,
             "message": message, **fields,
         }  # fmt: skip
-        with open(self.path, "a") as file:  # opened for each line: what is written outlives a kill
+        with open(self.path, "a") as file:  # opened for each line, so that a kill loses no line
             file.write(json.dumps(line) + "\n")
         if worker.rank == 0:
             worker.log(message)
 
 
 def run_args(config: Config, options: Namespace, num_workers: int) -> Namespace:
-    """A run's options under the names that `shared` uses. num_workers: 0 without Ray."""
+    """Return a run's options under the names that `shared` uses. num_workers: 0 without Ray."""
     return Namespace(
         storage_path=config.paths.model_save_dir, run_name=options.run_name, resume=options.resume, metrics_out=None,
         num_workers=num_workers,
@@ -44,15 +44,15 @@ def run_args(config: Config, options: Namespace, num_workers: int) -> Namespace:
 
 
 def store_in(folder: Path, config: Config) -> Callable[[dict, dict], None]:
-    """What keeps a state as a file in `folder`, and deletes older ones as Ray Train does: all but the best."""
+    """Return a function that saves a state to `folder` and, as Ray Train does, keeps only the best and the newest."""
 
     def store(state: dict, metrics: dict) -> None:
         newest = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, metrics["step"]))
         lines = state["progress"]["metrics"]
         scores = {checkpoint.path_for_step(folder, line["step"]): line["val_accuracy"] for line in lines}
-        kept = [path for path in checkpoint.list_newest_first(folder) if path <= newest]
-        kept.sort(key=lambda path: scores.get(path, -1.0), reverse=True)  # one inside an epoch has no score
-        for path in kept[config.checkpoint.keep_best :]:
+        ranked = [path for path in checkpoint.list_newest_first(folder) if path <= newest]
+        ranked.sort(key=lambda path: scores.get(path, -1.0), reverse=True)  # a mid-epoch checkpoint has no score
+        for path in ranked[config.checkpoint.keep_best :]:
             if path != newest:
                 path.unlink()
 
@@ -60,20 +60,20 @@ def store_in(folder: Path, config: Config) -> Callable[[dict, dict], None]:
 
 
 def load_state(run: RayRun, path: Path | str) -> dict:
-    """The state in a checkpoint of either kind: a file, or a folder in Ray's storage. Raises ValueError."""
+    """Load the state in a checkpoint: a file, or a folder in Ray's storage. Raises ValueError if it is damaged."""
     return checkpoint.load(path) if str(path).endswith(".pt") else run.load(path)
 
 
 def best_state(folder: str) -> tuple[str, dict]:
-    """Path and state of a run's checkpoint with the highest val_accuracy; of equals the newest, which is always kept.
+    """Return path and state of a run's checkpoint with the highest val_accuracy. Among equals the newest one wins.
 
-    Raises ValueError where there is none that can be read.
+    Raises ValueError if no checkpoint can be read.
     """
     run, best, problems = RayRun(folder), None, []
     for path in run.list_newest_first():
         try:
             state = load_state(run, path)
-        except (ValueError, OSError) as error:  # damaged, or just deleted since a better one has come
+        except (ValueError, OSError) as error:  # damaged, or just deleted in favor of a better one
             problems.append(f"{Path(path).name} ({error})")
             continue
         if "score" not in state:
@@ -82,21 +82,21 @@ def best_state(folder: str) -> tuple[str, dict]:
             best = str(path), state
     if best is None:
         raise ValueError(
-            f"no checkpoint after a whole epoch can be read in {folder}: {'; '.join(problems) or 'it has none'}"
+            f"no checkpoint of a finished epoch can be read in {folder}: {'; '.join(problems) or 'it has none'}"
         )
     return best
 
 
 def write_metrics(config: Config, run: str, result: dict) -> Path:
-    """Write a finished run's metrics.json, beside its logs, at once."""
+    """Write a finished run's metrics.json next to its logs, atomically, and return its path."""
     path = Path(config.paths.log_dir, run, "metrics.json").absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
     progress.write_metrics(path, [result])
     return path
 
 
-def in_words(result: dict) -> str:
-    """A finished run's result for people."""
+def describe_result(result: dict) -> str:
+    """Summarize a finished run's result in one line."""
     return (
         f"test_accuracy {result['test_accuracy']:.4f} of epoch {result['best_epoch']}, the best of "
         f"{len(result['epochs'])}; {result['seconds']:.1f} s of training"
