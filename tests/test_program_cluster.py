@@ -45,7 +45,7 @@ def test_a_cluster_is_started_verified_trained_on_watched_and_stopped(on_cluster
     asked = (tmp_path, "--all", "--nodes", "2", "--patience", "300")
     said = call(sys.executable, PROGRAM / "scripts/verify_cluster.py", *asked, **cluster)
     assert said.count("[OK]") == 12 and "12 items, 0 failed" in said, said
-    assert "training: 2 workers on 2 nodes" in said and "went on with a new one after step" in said
+    assert "training: 2 workers on 2 nodes" in said and "continued with a new one after step" in said
 
     sets = [word for change in (*SMALL, "training.epochs=2") for word in ("--set", change)]
     said = call(TRAIN, *sets, "--run-name", "run", STORAGE=str(tmp_path), PYTHON=sys.executable, **cluster)
@@ -90,7 +90,7 @@ def job_goes_on_after_ctrl_c(folder: Path, environment: dict[str, str]) -> None:
     os.killpg(process.pid, signal.SIGINT)
     assert process.wait(LIMIT) == 130, output.read_text()
     last = output.read_text().splitlines()[-1]
-    assert " goes on. Its log: ray job logs --follow training-" in last and not has_traceback(output.read_text())
+    assert " continues. To follow it: ray job logs --follow training-" in last and not has_traceback(output.read_text())
     job, seen = last.split()[1], (folder / "logs" / last.split()[1] / "metrics.json")
     watch = (sys.executable, PROGRAM / "scripts/monitor_training.py", folder, "--once")
     said = call(*watch, **environment)
@@ -106,7 +106,7 @@ def job_goes_on_after_ctrl_c(folder: Path, environment: dict[str, str]) -> None:
     ([SETUP, "status"], {}, "knows no cluster that is up"),
     ([SETUP, "stop", "localhost"], {}, "stop takes no hosts"),
     ([SETUP, "start", "localhost"], {"PYTHON": "/bin/false"}, "/bin/false has no ray"),
-    ([TRAIN], {}, "no cluster at hand: set RAY_API_SERVER_ADDRESS"),
+    ([TRAIN], {}, "no cluster to submit to: set RAY_API_SERVER_ADDRESS"),
     ([TRAIN], {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1"}, "set STORAGE to the full path"),
     ([TRAIN], {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1", "STORAGE": "runs"}, "set STORAGE to the full path"),
 ])  # fmt: skip
@@ -127,11 +127,11 @@ def test_a_port_that_is_taken_and_a_host_that_does_not_answer(tmp_path):
 
 def test_a_cluster_that_cannot_be_asked(tmp_path):
     closed = {"RAY_API_SERVER_ADDRESS": "http://127.0.0.1:1", "STORAGE": str(tmp_path)}
-    assert "error: the cluster does not take the job" in call(TRAIN, code=1, **closed)
+    assert "error: the cluster does not accept the job" in call(TRAIN, code=1, **closed)
     watch = (sys.executable, PROGRAM / "scripts/monitor_training.py", tmp_path, "--once")
     said = call(*watch, code=1, **closed)
     assert "http://127.0.0.1:1 does not answer" in said and f"run      none in {tmp_path / 'logs'}" in said
-    assert "is no folder" in call(*watch[:2], tmp_path / "nope", code=2)
+    assert "is not a folder" in call(*watch[:2], tmp_path / "nope", code=2)
     verify = PROGRAM / "scripts/verify_cluster.py"
-    assert "is no folder on this machine" in call(sys.executable, verify, tmp_path / "nope", code=2)
+    assert "is not a folder on this machine" in call(sys.executable, verify, tmp_path / "nope", code=2)
     assert "no Ray answers at RAY_ADDRESS" in call(sys.executable, verify, tmp_path, code=2, RAY_ADDRESS="127.0.0.1:1")

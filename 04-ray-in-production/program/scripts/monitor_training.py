@@ -1,11 +1,11 @@
-"""Look at a cluster and at a run of the program on it, every 30 seconds, or --once.
+"""Monitor a cluster and a run of the program on it, every 30 seconds or --once.
 
     python scripts/monitor_training.py /mnt/shared                      the newest run under /mnt/shared/logs
     python scripts/monitor_training.py /mnt/shared --run-name RUN --once
 
-Prints the cluster's nodes and jobs, where RAY_API_SERVER_ADDRESS=http://HEAD:8265 says which; the run's newest line of
-each rank, its epochs and checkpoints; and draws its curves into logs/RUN/progress.png. It only reads the run's files,
-so it may be started, stopped (Ctrl-C) and started again at any time, on any machine that sees them.
+Prints the nodes and jobs of the cluster at RAY_API_SERVER_ADDRESS=http://HEAD:8265, if that is set. Prints the newest
+log line of each rank and the run's checkpoints, and draws its curves to logs/RUN/progress.png. It only reads the run's
+files, so you can start it, stop it with Ctrl-C and start it again at any time, on any machine that sees them.
 """
 
 import argparse
@@ -23,21 +23,21 @@ from ray.util.state import list_nodes
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-QUIET_S = 60  # a rank that has not written for so long is pointed out
+QUIET_S = 60  # a rank that has logged nothing for this long gets a warning
 
 
 def main() -> None:
-    """Read the options, then look again and again."""
+    """Read the options, then print the state at each interval."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("storage", type=Path, help="the folder with the program's runs/ and logs/, as STORAGE")
-    parser.add_argument("--run-name", help="default: the run that has logged last")
+    parser.add_argument("storage", type=Path, help="the folder with the program's runs/ and logs/ (STORAGE of the job)")
+    parser.add_argument("--run-name", help="default: the run with the newest log line")
     parser.add_argument("--every", type=float, default=30, metavar="SECONDS", help="default: %(default)s")
-    parser.add_argument("--once", action="store_true", help="look once and end; exit code 1 where there is no run")
+    parser.add_argument("--once", action="store_true", help="print once and exit, with code 1 if there is no run")
     options = parser.parse_args()
     if not options.storage.is_dir():
-        parser.error(f"{options.storage} is no folder")
+        parser.error(f"{options.storage} is not a folder")
     if options.every <= 0:
-        parser.error(f"--every {options.every:g}: should be above 0")
+        parser.error(f"--every {options.every:g}: must be above 0")
     while True:
         run = newest_run(options.storage / "logs") if options.run_name is None else options.run_name
         print(time.strftime("%Y-%m-%d %H:%M:%S"))
@@ -49,14 +49,14 @@ def main() -> None:
 
 
 def cluster_lines() -> list[str]:
-    """The cluster's nodes and its last five jobs, or why it cannot be asked."""
+    """Describe the cluster's nodes and its last five jobs, or why it cannot be queried."""
     address = os.environ.get("RAY_API_SERVER_ADDRESS")
     if not address:
-        return ["cluster  not asked: RAY_API_SERVER_ADDRESS is not set"]
+        return ["cluster  not queried: RAY_API_SERVER_ADDRESS is not set"]
     try:
         nodes = list_nodes(address=address, timeout=60)
         jobs = JobSubmissionClient(address).list_jobs()
-    except Exception as error:  # whatever it is, the run's files can still be read, and it may answer next time
+    except Exception as error:  # in any case the run's files can be read, and the cluster may answer next time
         return [f"cluster  {address} does not answer: {str(error).strip().splitlines()[0]}"]
     alive = [node for node in nodes if node.state == "ALIVE"]
     cpus, gpus = (sum(node.resources_total.get(name, 0) for node in alive) for name in ("CPU", "GPU"))
@@ -68,40 +68,40 @@ def cluster_lines() -> list[str]:
 
 
 def newest_run(logs: Path) -> str | None:
-    """The name of the run that has logged last."""
-    found = sorted(logs.glob("*/*-rank-*.jsonl"), key=lambda path: path.stat().st_mtime)
-    return found[-1].parent.name if found else None
+    """Return the name of the run with the newest log file."""
+    paths = sorted(logs.glob("*/*-rank-*.jsonl"), key=lambda path: path.stat().st_mtime)
+    return paths[-1].parent.name if paths else None
 
 
 def run_lines(storage: Path, run: str | None) -> list[str]:
-    """What the files of a run say."""
+    """Describe a run by its files."""
     if run is None or not (storage / "logs" / run).is_dir():
         return [f"run      none in {storage / 'logs'}" + (f" is called {run}" if run else "")]
     folder, lines = storage / "logs" / run, [f"run      {run}"]
-    of_rank = {}
+    rows_by_rank = {}
     for path in folder.glob("*-rank-*.jsonl"):
-        rows = read(path)
+        rows = read_log(path)
         rank = int(path.stem.rpartition("-")[2])
-        if rows and (rank not in of_rank or rows[-1]["time"] > of_rank[rank][-1]["time"]):
-            of_rank[rank] = rows  # a rank that was started again may have moved to another node
-    for rank, rows in sorted(of_rank.items()):
+        if rows and (rank not in rows_by_rank or rows[-1]["time"] > rows_by_rank[rank][-1]["time"]):
+            rows_by_rank[rank] = rows  # a restarted rank may have moved to a different node
+    for rank, rows in sorted(rows_by_rank.items()):
         newest = rows[-1]
         age = time.time() - datetime.fromisoformat(newest["time"]).timestamp()
         ended = (folder / "metrics.json").exists()
         warning = f"   <-- nothing for {age:.0f} s" if age > QUIET_S and not ended else ""
         lines.append(f"rank {rank:<3} {newest['node']}: step {newest['step']}: {newest['message']}{warning}")
-    if 0 in of_rank:
-        draw(folder / "progress.png", run, of_rank[0])
+    if 0 in rows_by_rank:
+        draw(folder / "progress.png", run, rows_by_rank[0])
         lines.append(f"curves   {folder / 'progress.png'}")
-    stored = sorted((storage / "runs" / run).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
-    if stored:
-        age = time.time() - stored[-1].stat().st_mtime
-        lines.append(f"stored   {len(stored)} checkpoints, the newest {stored[-1].name}, {age:.0f} s ago")
+    checkpoints = sorted((storage / "runs" / run).glob("checkpoint-*"), key=lambda path: path.stat().st_mtime)
+    if checkpoints:
+        age = time.time() - checkpoints[-1].stat().st_mtime
+        lines.append(f"stored   {len(checkpoints)} checkpoints, the newest {checkpoints[-1].name}, {age:.0f} s ago")
     return lines
 
 
-def read(path: Path) -> list[dict]:
-    """The lines of a log that are whole: the last one may be being written."""
+def read_log(path: Path) -> list[dict]:
+    """Read the complete lines of a log. The last line may not be complete yet."""
     rows = []
     for line in path.read_text().splitlines():
         try:
@@ -112,7 +112,7 @@ def read(path: Path) -> list[dict]:
 
 
 def draw(path: Path, run: str, rows: list[dict]) -> None:
-    """Loss and accuracy over the steps. After a resume the later of two lines of one step counts."""
+    """Draw loss and accuracy over the steps. If a step was logged twice, because of a resume, the later line counts."""
     steps = {row["step"]: row for row in rows if "loss" in row}
     epochs = {row["step"]: row for row in rows if "val_loss" in row}
     figure, (losses, accuracies) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
@@ -121,15 +121,15 @@ def draw(path: Path, run: str, rows: list[dict]) -> None:
         axes.plot(sorted(epochs), [epochs[step][f"val_{name}"] for step in sorted(epochs)], "o-", label="validation")
         axes.set(title=f"{run}: {name}", xlabel="step")
         axes.legend(frameon=False)
-    half = path.with_name(f".{path.name}")
-    figure.savefig(half, format="png", dpi=100)
+    partial = path.with_name(f".{path.name}")
+    figure.savefig(partial, format="png", dpi=100)
     plt.close(figure)
-    half.replace(path)  # whoever looks at it sees a whole picture
+    partial.replace(path)  # atomic, so that a viewer never sees half a picture
 
 
 if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        print("\nstopped looking; the run goes on")
+        print("\nstopped monitoring; the run continues")
         sys.exit(130)

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Submit distributed_training.py to a Ray cluster as a job, follow its log, and end with its exit code.
+# Submit distributed_training.py to a Ray cluster as a job, follow its log, and exit with its exit code.
 #
 #   STORAGE=/mnt/shared scripts/run_distributed_training.sh [--set cluster.num_workers=4 ...]
 #
-# Ctrl-C leaves the job running and says how to follow and how to stop it. The options are distributed_training.py's.
-# This folder travels with the job (config/, data files of yours); the packages have to be installed on all nodes.
+# Ctrl-C leaves the job running and prints how to follow and how to stop it. The options are distributed_training.py's.
+# Ray uploads this folder with the job: config/ and your data files. The packages must be installed on all nodes.
 #
-#   STORAGE   a folder that all nodes see: gets data/, runs/ and logs/
-#   RAY_API_SERVER_ADDRESS   where the cluster takes jobs: http://HEAD:8265, or a tunnel to it
+#   STORAGE   a folder that all nodes see; the job writes data/, runs/ and logs/ there
+#   RAY_API_SERVER_ADDRESS   where the cluster accepts jobs: http://HEAD:8265, or a tunnel to it
 #   RAY_AUTH_MODE, RAY_AUTH_TOKEN_PATH   for a cluster with a token (ray_cluster_setup.sh writes a file with all of these)
-#   PYTHON    the cluster's interpreter, by its full path if it is not the first on the head's PATH (default: python)
+#   PYTHON    the cluster's interpreter, as a full path if it is not the first on the head's PATH (default: python)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -18,13 +18,13 @@ fail() {
     exit 2
 }
 
-[ -n "${RAY_API_SERVER_ADDRESS:-}" ] || fail "no cluster at hand: set RAY_API_SERVER_ADDRESS=http://HEAD:8265." \
-    "On this machine alone: python -m training.distributed_training"
+[ -n "${RAY_API_SERVER_ADDRESS:-}" ] || fail "no cluster to submit to: set RAY_API_SERVER_ADDRESS=http://HEAD:8265." \
+    "To train on this machine alone: python -m training.distributed_training"
 case "${STORAGE:-}" in
     /*) ;;
-    *) fail "set STORAGE to the full path of a folder that all nodes see: a job's own folder goes when it ends" ;;
+    *) fail "set STORAGE to the full path of a folder that all nodes see: a job's own folder is deleted after the job" ;;
 esac
-python -c 'import ray' 2> /dev/null || fail "this python has no ray: activate the workshop's environment first"
+python -c 'import ray' 2> /dev/null || fail "this Python cannot import ray: activate the workshop's environment first"
 
 job=training-$(date +%Y%m%d-%H%M%S)-$$
 name=(--run-name "$job")
@@ -59,14 +59,14 @@ try:
     excludes = ["/data", "/runs", "/logs", "*.egg-info", "__pycache__"]
     client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env={"working_dir": ".", "excludes": excludes})
 except (ConnectionError, RuntimeError) as error:
-    sys.exit(f"error: the cluster does not take the job: {str(error).splitlines()[0]}")
+    sys.exit(f"error: the cluster does not accept the job: {str(error).splitlines()[0]}")
 print(f"job {job}", flush=True)
 try:
     asyncio.run(follow())
     while not (info := client.get_job_info(job)).status.is_terminal():
-        time.sleep(1)  # the connection was lost, the job goes on
+        time.sleep(1)  # the connection was lost, but the job continues
 except KeyboardInterrupt:
-    print(f"\njob {job} goes on. Its log: ray job logs --follow {job}   Its end: ray job stop {job}")
+    print(f"\njob {job} continues. To follow it: ray job logs --follow {job}   To stop it: ray job stop {job}")
     sys.exit(130)
 code = info.driver_exit_code
 print(f"job {job}: {info.status.lower()}" + (f": {info.message}" if code is None else f", exit code {code}"))
