@@ -1,14 +1,14 @@
-"""A cluster that grows when work arrives, and shrinks when it is done: no node, two nodes, none, all on this machine.
+"""Watch a cluster grow when work arrives and shrink when it is done: no node, two nodes, none, all on this machine.
 
     python autoscale.py                  # a minute or two on two CPU cores
-    python autoscale.py --out FOLDER     # and writes what was seen, in a file named after date and device
+    python autoscale.py --out FOLDER     # also writes a record to a file named after date and device
 
-Starts a Ray cluster of a head without CPUs and its autoscaler, and on it train_ray_ddp.py with two workers of one CPU
-each. The machines are rented from nobody: Ray's provider for tests (`fake_multinode`) starts each node as processes of
-this machine. Provider fake, processes real: the autoscaler's decisions are those that it takes with a cloud, and only
-the minutes are missing that a cloud's machine takes to boot.
+Starts a Ray cluster with a head without CPUs and its autoscaler. Runs train_ray_ddp.py on it, with two workers of one
+CPU each. No machines are rented: Ray's provider for tests (`fake_multinode`) starts each node as processes on this
+machine. The provider is fake, but the processes are real, and the autoscaler decides as it would in a cloud. Only the
+minutes that a cloud machine takes to boot are missing.
 
-Prints each change of the number of nodes, and asserts that both have worked and both have gone.
+Prints each change of the number of nodes, and asserts that both nodes were busy and both were removed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from pathlib import Path
 
 import psutil
 
-os.environ["RAY_AUTH_MODE"] = "token"  # this cluster's own; read when ray is imported
+os.environ["RAY_AUTH_MODE"] = "token"  # for this cluster alone; ray reads it on import
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 import ray
 from elastic import LIMIT_S, ROOT, machine, process
@@ -38,20 +38,20 @@ from shared.on_ray.cluster import kill
 
 IDLE_S, STEPS = 15, 4
 TRAINING = ["--num-workers", "2", "--no-use-gpu", "--model", "mlp", "--run-name", "autoscale", "--max-steps", STEPS]
-HEAD, NODE = "ray.head.default", "node of one CPU"  # under another name this provider launches one head after another
+HEAD, NODE = "ray.head.default", "node of one CPU"  # any other name makes this provider launch head after head
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write what was seen to FILE (or into a FOLDER), as JSON"
+        "--out", type=Path, metavar="FILE", help="write a record to FILE, or to a file in FOLDER, as JSON"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all child processes are ended
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, cluster(folder) as address:
         changes, started, ended = train_and_watch(folder, address)
-    came, went = first(changes, nodes=2), changes[-1]["seconds"]
-    print(f"two nodes {came - started:.1f} s after the work arrived, none {went - ended:.1f} s after it was done")
+    up, down = time_of(changes, nodes=2) - started, changes[-1]["seconds"] - ended
+    print(f"two nodes {up:.1f} s after the work arrived, none {down:.1f} s after it was done")
     if args.out is not None:
         record = {**machine(), "provider": "fake_multinode: processes of this machine", "idle_timeout_s": IDLE_S,
                   "work_arrived_s": started, "work_done_s": ended, "changes": changes}  # fmt: skip
@@ -65,8 +65,8 @@ def main() -> None:
 
 @contextlib.contextmanager
 def cluster(folder: str) -> Iterator[str]:
-    """The address of a head without CPUs, and of the autoscaler that runs beside it."""
-    os.environ["RAY_TMPDIR"] = folder  # files and ports of its own: another Ray of this machine does not notice
+    """Run a head without CPUs and its autoscaler, and yield the head's address."""
+    os.environ["RAY_TMPDIR"] = folder  # its own files and ports, so that it does not disturb Ray on this machine
     address = f"{ray.util.get_node_ip_address()}:{free_port()}"
     config = {
         "cluster_name": "autoscale",
@@ -89,7 +89,7 @@ def cluster(folder: str) -> Iterator[str]:
             },
         },
         "head_node_type": HEAD,
-        "auth": {"ssh_user": "nobody"},  # what follows is for nodes that one reaches by ssh: none is
+        "auth": {"ssh_user": "nobody"},  # this and the following keys are for nodes that are reached by ssh
         "docker": {},
         **{key: {} for key in ("file_mounts", "head_node", "worker_nodes")},
         **{key: [] for key in ("file_mounts_sync_files", "cluster_synced_files", "initialization_commands")},
@@ -104,7 +104,7 @@ def cluster(folder: str) -> Iterator[str]:
         "RAY_FAKE_CLUSTER": "1",
         "AUTOSCALER_UPDATE_INTERVAL_S": "1",
         **{name: str(free_port()) for name in ("DASHBOARD_METRIC_PORT", "AUTOSCALER_METRIC_PORT")},
-        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # the head leaves at once: nothing is left to be moved
+        "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",  # the head stops at once: it has no work to move elsewhere
         "OMP_NUM_THREADS": "1",
     }
     options = ["--head", "--block", "--num-cpus=0", f"--object-store-memory={100 * 2**20}", "--include-dashboard=false"]
@@ -114,69 +114,69 @@ def cluster(folder: str) -> Iterator[str]:
         head = psutil.Popen(command, env={**os.environ, **variables}, stdout=out, stderr=subprocess.STDOUT)
     stopping = threading.Event()
 
-    def tell_if_it_ends() -> None:
+    def report_early_exit() -> None:
         head.wait()
         if not stopping.is_set():
-            print(f"error: the head has ended, and left its logs in {folder}\n{output.read_text()}", file=sys.stderr)
+            print(f"error: the head has exited; its logs are in {folder}\n{output.read_text()}", file=sys.stderr)
             kill(psutil.Process().children(recursive=True))
-            os._exit(1)  # the other thread waits for the head's answer, for a minute, and would then end without a word
+            os._exit(1)  # the main thread would wait a minute for the head's answer, and then exit without a message
 
     try:
         deadline = time.monotonic() + LIMIT_S
         while "Ray runtime started" not in output.read_text():
             assert head.poll() is None and time.monotonic() < deadline, output.read_text()
             time.sleep(0.2)
-        threading.Thread(target=tell_if_it_ends, daemon=True).start()
+        threading.Thread(target=report_early_exit, daemon=True).start()
         yield address
     finally:
-        # Not `ray stop`: it ends every Ray of the machine. The nodes are children of the autoscaler.
+        # Not `ray stop`, which stops every Ray cluster on the machine. The nodes are children of the autoscaler.
         stopping.set()
-        below = head.children(recursive=True) if head.is_running() else []
+        children = head.children(recursive=True) if head.is_running() else []
         head.terminate()
-        _, alive = psutil.wait_procs([head, *below], timeout=30)
+        _, alive = psutil.wait_procs([head, *children], timeout=30)
         kill(alive)
 
 
 def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float]:
-    """Each change of the nodes; when the work arrived, and when it was done: in seconds since the start."""
+    """Return each change of the nodes, and when the work arrived and was done, in seconds since the start."""
     ray.init(address, log_to_driver=False, logging_level="ERROR")
-    begun, changes = time.monotonic(), []
+    start, changes = time.monotonic(), []
 
     def seconds() -> float:
-        return round(time.monotonic() - begun, 1)
+        return round(time.monotonic() - start, 1)
 
-    def look() -> int:
-        """How many nodes there are now beside the head."""
+    def record_nodes() -> int:
+        """Record the number of nodes if it has changed, and return it. The head does not count."""
         free = ray._private.state.available_resources_per_node()
         nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
-        now = {"nodes": len(nodes), "busy": sum(free.get(node, {}).get("CPU", 0) < 1 for node in nodes)}
-        if not changes or {**changes[-1], **now} != changes[-1]:
-            changes.append({"seconds": seconds(), **now})
-            print("{seconds:6.1f} s  nodes: {nodes}, at work: {busy}".format(**changes[-1]), flush=True)
+        current = {"nodes": len(nodes), "busy": sum(free.get(node, {}).get("CPU", 0) < 1 for node in nodes)}
+        if not changes or {**changes[-1], **current} != changes[-1]:
+            changes.append({"seconds": seconds(), **current})
+            print("{seconds:6.1f} s  nodes: {nodes}, busy: {busy}".format(**changes[-1]), flush=True)
         time.sleep(0.25)
         return len(nodes)
 
-    look()
+    record_nodes()
     script = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
-    # Nodes on one machine share a folder of logs, and each would send all of them to the driver.
+    # Nodes on one machine share a log folder, and each would send all logs in it to the driver.
     variables = {"RAY_ADDRESS": address, "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0", "RAY_LOG_TO_DRIVER": "0"}
     started, deadline = seconds(), time.monotonic() + 3 * LIMIT_S
-    print(f"{started:6.1f} s  work arrives: two workers of one CPU each", flush=True)
-    with process([script, *TRAINING, "--storage-path", folder], variables, Path(folder, "output")) as work:
-        while work.poll() is None:
-            look()
-            assert time.monotonic() < deadline, "the training has no end"
+    print(f"{started:6.1f} s  work arrives: two workers with one CPU each", flush=True)
+    with process([script, *TRAINING, "--storage-path", folder], variables, Path(folder, "output")) as training:
+        while training.poll() is None:
+            record_nodes()
+            assert time.monotonic() < deadline, "training does not end"
         ended = seconds()
-    assert work.returncode == 0, "the training failed"
+    assert training.returncode == 0, "training failed"
     print(f"{ended:6.1f} s  work is done", flush=True)
-    while look():
-        assert time.monotonic() < deadline, "the nodes stay"
+    while record_nodes():
+        assert time.monotonic() < deadline, "the nodes are not removed"
     ray.shutdown()
     return changes, started, ended
 
 
-def first(changes: list[dict], nodes: int) -> float:
-    """When there were so many nodes."""
+def time_of(changes: list[dict], nodes: int) -> float:
+    """Return when there were first this many nodes, in seconds since the start."""
     return next((change["seconds"] for change in changes if change["nodes"] == nodes), float("nan"))
 
 

@@ -1,11 +1,11 @@
-"""Training that goes on while machines leave and come: on two nodes, then on one, then on two, all of them on this one.
+"""Train while nodes leave and join: on two nodes, then on one, then on two again, all of them on this machine.
 
     python elastic.py --out record.json      # five minutes or more on two CPU cores
-    python elastic.py --out FOLDER           # into a file there, named after date and device; so does `make bench`
+    python elastic.py --out FOLDER           # to a file there, named after date and device, as `make bench` does
 
-Starts a Ray cluster of a head without CPUs and two nodes of one CPU each, and on it train_ray_ddp.py with
-`--num-workers 1:2 --save-every-steps 5`. When some steps are saved, one node gets a SIGKILL; later a new one joins.
-Prints what each change has cost, and asserts that the losses are those of one process that nothing happened to.
+Starts a Ray cluster with a head without CPUs and two nodes with one CPU each. Runs train_ray_ddp.py on it, with
+`--num-workers 1:2 --save-every-steps 5`. After some steps are saved, one node gets a SIGKILL; later a new one joins.
+Prints the cost of each change, and asserts that the losses equal those of one undisturbed process.
 """
 
 import argparse
@@ -35,28 +35,29 @@ ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
 OPTIONS = ["--model", "resnet8", "--precision", "fp64", "--epochs", "1000"]
 ELASTIC = ["--num-workers", "1:2", "--no-use-gpu", "--save-every-steps", SAVE_EVERY, "--run-name", "elastic"]
-LIMIT_S = 600  # for whatever is waited for
+LIMIT_S = 600  # the longest wait
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help="write what was measured to FILE (or into a FOLDER), as JSON"
+        "--out", type=Path, metavar="FILE", help="write the measurements to FILE, or to a file in FOLDER, as JSON"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all child processes are ended
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         steps, changes, losses = train_on_changing_nodes(folder)
         expected = train_in_one_process(folder, len(losses))
-    parts = [list(part) for _, part in groupby(steps, key=lambda step: step[2])]
-    worlds, difference = [part[0][2] for part in parts], max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+    phases = [list(phase) for _, phase in groupby(steps, key=lambda step: step[2])]
+    worlds = [phase[0][2] for phase in phases]
+    difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
     assert worlds == [2, 1, 2], worlds
-    print("change       workers  steps replayed  seconds until a step was taken  of them without any")
-    for change, (before, after) in zip(changes, pairwise(parts), strict=True):
+    print("change       workers  steps replayed  seconds until the next step     of them without steps")
+    for change, (before, after) in zip(changes, pairwise(phases), strict=True):
         change |= {"workers": f"{before[0][2]} to {after[0][2]}", "replayed": before[-1][1] - after[0][1] + 1}
         change |= {"seconds": after[0][0] - change["time"], "idle_s": after[0][0] - before[-1][0]}
-        print("{what:11}  {workers:7}  {replayed:14}  {seconds:30.1f}  {idle_s:19.1f}".format(**change))
-    print(f"largest difference to one process, {len(losses)} losses in float64: {difference:.1e}")
+        print("{what:11}  {workers:7}  {replayed:14}  {seconds:30.1f}  {idle_s:21.1f}".format(**change))
+    print(f"largest difference from one process, {len(losses)} losses in float64: {difference:.1e}")
     if args.out is not None:
         record = {**machine(), "save_every_steps": SAVE_EVERY, "steps": len(losses), "worlds": worlds,
                   "changes": changes, "largest_difference": difference}  # fmt: skip
@@ -69,22 +70,22 @@ def main() -> None:
 
 
 def machine() -> dict:
-    """When and where this is measured: device and versions."""
+    """Return date, device and versions for the record."""
     versions = {"python": platform.python_version(), "torch": torch.__version__, "ray": ray.__version__}
     device = {"device": f"{cpu_name()}, {os.cpu_count()} CPUs", "cpus": os.cpu_count(), "threads_per_process": 1}
     return {"date": time.strftime("%Y-%m-%d"), **device, **versions, "system": platform.platform()}
 
 
 def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], list[dict], list[float]]:
-    """All steps as (time, number, workers), what was done to the nodes, and the losses up to the newest checkpoint."""
+    """Return the steps as (time, step, workers), the changes of the nodes, and the losses up to the last checkpoint."""
     log, changes = Path(folder, "steps"), []
     log.touch()
 
     def steps() -> list[tuple[float, int, int]]:
-        return [(float(when), int(step), int(size)) for when, step, size in map(str.split, log.open())]
+        return [(float(moment), int(step), int(size)) for moment, step, size in map(str.split, log.open())]
 
     def wait_for_steps(workers: int) -> None:
-        """Until this many workers have taken more steps, since the last change, than there are between two saves."""
+        """Wait until this many workers have taken more steps since the last change than there are between two saves."""
         since, deadline = changes[-1]["time"] if changes else 0, time.monotonic() + LIMIT_S
         while sum(step[0] > since and step[2] == workers for step in steps()) <= SAVE_EVERY:
             assert training.poll() is None and time.monotonic() < deadline, "no progress"
@@ -94,21 +95,21 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
         changes.append({"what": what, "time": time.time()})
         print(f"{what}, after {steps()[-1][1]} steps", flush=True)
 
-    os.environ["RAY_TMPDIR"] = folder  # or it would take the place of another Ray of this machine in Ray's notes
+    os.environ["RAY_TMPDIR"] = folder  # otherwise this cluster would replace a running one in Ray's address file
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     nodes = Cluster(
         initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False, "dashboard_port": None}
     )
-    with contextlib.ExitStack() as at_the_end:
-        at_the_end.callback(nodes.shutdown)
-        doomed, _ = nodes.add_node(**node), nodes.add_node(**node)
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(nodes.shutdown)
+        node_to_kill, _ = nodes.add_node(**node), nodes.add_node(**node)
         script = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
         command = [Path(__file__).with_name("log_steps.py"), script, *OPTIONS, *ELASTIC, "--storage-path", folder]
         variables = {"RAY_ADDRESS": nodes.address, "STEPS_LOG": str(log), "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
-        training = at_the_end.enter_context(process(command, variables, Path(folder, "output")))
+        training = cleanup.enter_context(process(command, variables, Path(folder, "output")))
         wait_for_steps(workers=2)
         change("node killed")
-        nodes.remove_node(doomed, allow_graceful=False)
+        nodes.remove_node(node_to_kill, allow_graceful=False)
         wait_for_steps(workers=1)
         change("node added")
         nodes.add_node(**node)
@@ -116,12 +117,12 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
         training.send_signal(signal.SIGINT)
         training.wait(LIMIT_S)
     _, state, _ = storage.RayRun(f"{folder}/elastic").load_newest(Worker())
-    epochs = [*state["progress"]["metrics"], state["progress"]]  # the last one is not over
+    epochs = [*state["progress"]["metrics"], state["progress"]]  # the last one is unfinished
     return steps(), changes, [loss for epoch in epochs for loss in epoch["step_losses"]]
 
 
 def train_in_one_process(folder: str, num_steps: int) -> list[float]:
-    """The losses of train_ddp.py."""
+    """Run train_ddp.py in one process and return its losses."""
     metrics, script = Path(folder, "metrics.jsonl"), ROOT / "01-ddp-pytorch-only/train_ddp.py"
     command = [script, *OPTIONS, "--max-steps", num_steps, "--storage-path", folder, "--metrics-out", metrics]
     with process(command, {"CUDA_VISIBLE_DEVICES": ""}, Path(folder, "output")) as training:
@@ -131,17 +132,17 @@ def train_in_one_process(folder: str, num_steps: int) -> list[float]:
 
 @contextlib.contextmanager
 def process(command: list, variables: dict[str, str], output: Path) -> Iterator[subprocess.Popen]:
-    """A Python script with these words and variables. In the end its own lines are shown, or all where it failed."""
-    words, environment = [sys.executable, *map(str, command)], {**os.environ, "OMP_NUM_THREADS": "1", **variables}
+    """Run a Python script, and print its lines at the end; if it succeeded, only those of the driver and the ranks."""
+    arguments, environment = [sys.executable, *map(str, command)], {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     with open(output, "w") as file:
-        running = subprocess.Popen(words, env=environment, stdout=file, stderr=subprocess.STDOUT)
+        running = subprocess.Popen(arguments, env=environment, stdout=file, stderr=subprocess.STDOUT)
     try:
         yield running
     finally:
         running.kill()
         running.wait()
-        own = ("[driver]", "[rank") if running.returncode in (0, 128 + signal.SIGINT) else ""
-        print(*[line for line in output.read_text().splitlines() if line.startswith(own)], sep="\n", flush=True)
+        prefixes = ("[driver]", "[rank") if running.returncode in (0, 128 + signal.SIGINT) else ""
+        print(*[line for line in output.read_text().splitlines() if line.startswith(prefixes)], sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Run a training script as it is, and add a line for each optimizer step of rank 0 to the file that STEPS_LOG names.
+"""Run an unchanged training script, and log each optimizer step of rank 0 to the file STEPS_LOG.
 
     STEPS_LOG=steps.txt torchrun --standalone --nproc-per-node 2 log_steps.py SCRIPT OPTIONS...
-    STEPS_LOG=steps.txt python log_steps.py SCRIPT OPTIONS...            # also one on Ray Train
+    STEPS_LOG=steps.txt python log_steps.py SCRIPT OPTIONS...            # including scripts for Ray Train
 
-The line holds the time in seconds since 1970, the step's number and the number of ranks.
+Each line contains the time in seconds since 1970, the step and the number of ranks.
 """
 
 import os
@@ -16,36 +16,36 @@ import ray.train.torch
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-log = os.environ["STEPS_LOG"]
-make_trainer = ray.train.torch.TorchTrainer.__init__
+log_path = os.environ["STEPS_LOG"]
+original_init = ray.train.torch.TorchTrainer.__init__
 
 
 def log_steps(rank: int, num_ranks: int) -> None:
-    """From now on this process logs its steps, if it is rank 0."""
+    """Log the optimizer steps of this process from now on, if it is rank 0."""
 
     def log_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
         if all(group["lr"] == 0 for group in optimizer.param_groups):
-            return  # no step: torch makes the state of a sharded optimizer so, before it loads it
+            return  # not a training step: this is how PyTorch creates a sharded optimizer's state before loading it
         step = int(next(iter(optimizer.state.values()))["step"])
-        with open(log, "a") as file:
+        with open(log_path, "a") as file:
             file.write(f"{time.time()} {step} {num_ranks}\n")
 
     if rank == 0:
         register_optimizer_step_post_hook(log_step)
 
 
-def with_log(trainer: object, train: Callable[[dict], object], **options: object) -> None:
-    """What makes a TorchTrainer whose workers log."""
+def init_with_log(trainer: object, train: Callable[[dict], object], **options: object) -> None:
+    """Initialize a TorchTrainer whose workers log their steps. Replaces TorchTrainer.__init__."""
 
     def train_with_log(config: dict) -> object:
         context = ray.train.get_context()
         log_steps(context.get_world_rank(), context.get_world_size())
         return train(config)
 
-    make_trainer(trainer, train_with_log, **options)
+    original_init(trainer, train_with_log, **options)
 
 
-ray.train.torch.TorchTrainer.__init__ = with_log
+ray.train.torch.TorchTrainer.__init__ = init_with_log
 if "RANK" in os.environ:
     log_steps(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 sys.argv = sys.argv[1:]

@@ -40,5 +40,5 @@ def test_a_head_that_dies_is_told_with_its_reason(no_ray):
         server.kill()  # a taken port ends it, too
         _, said = process.communicate(timeout=LIMIT)
         assert process.returncode == 1
-        assert f"the head has ended, and left its logs in {folder}" in said and "ray_client_server" in said
+        assert f"the head has exited; its logs are in {folder}" in said and "ray_client_server" in said
         kill(children)  # some would look for the head for a minute
