@@ -1,8 +1,8 @@
-"""The baseline of bench_ddp.py's first part: the training loop one writes by hand, nothing distributed about it.
+"""The baseline of the first part of bench_ddp.py: a hand-written training loop without anything distributed.
 
     python bare_loop.py EPOCHS STEPS_PER_EPOCH BATCH_SIZE
 
-trains the model of train_ddp.py on its data and prints samples per second, one number an epoch, as a JSON list.
+trains the model of train_ddp.py on its data and prints the samples per second of each epoch as a JSON list.
 """
 
 import json

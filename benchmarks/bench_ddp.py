@@ -1,10 +1,10 @@
-"""How fast is data-parallel training on this machine, against what it could be at best? Measures two ratios:
+"""Measure how close data-parallel training on this machine comes to its upper limit. Measures two ratios of speeds:
 
-1. train_ddp.py on one process over a bare hand-written loop: what the script's machinery costs.
-2. Two ranks under torchrun over two independent processes at the same time: what communication costs, over batch
-   sizes and gradient accumulation; and what an all-reduce takes, over the bytes.
+1. train_ddp.py in one process over a hand-written loop: the cost of the script's machinery.
+2. Two ranks under torchrun over two independent processes at the same time: the cost of communication, for several
+   batch sizes and accumulation steps. Also the time of an all-reduce for several sizes.
 
-Writes ddp-DATE-DEVICE.md, .json and .svg. GPUs are used where there are any; the second part then needs two.
+Writes ddp-DATE-DEVICE.md, .json and .svg. Uses GPUs if there are any; the second part then needs two.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from statistics import median
 
 import torch
 import torch.distributed as dist
-from measuring import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
+from measuring import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibration_line, compare, machine, reached
 
 from shared import plots
 
@@ -27,14 +27,14 @@ GOAL_ONE, GOAL_TWO = 0.97, 0.90
 ACCUMULATED = {(32, n) for n in (1, 2, 4, 8)}  # (local batch, accumulation)
 LARGER = {(16 * 2**n, 1) for n in range(9 if torch.cuda.is_available() else 5)}
 ALL_REDUCE_BYTES, ALL_REDUCE_TIMES = (4, 4_000, 400_000, 4_000_000, 45_000_000, 128_000_000), 15
-# A turn is about so many samples a process, in at most so many optimizer steps: some three seconds.
+# About how many samples each process takes per turn, in at most how many optimizer steps: some three seconds.
 TURN_SAMPLES, TURN_STEPS = (65536, 400) if torch.cuda.is_available() else (512, 16)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=4, help="runs of each side, in turn (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="a smoke run: half a minute, and its numbers mean nothing")
+    parser.add_argument("--repeats", type=int, default=4, help="alternating runs of each side (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="half a minute as a smoke test, with meaningless numbers")
     parser.add_argument("--out", type=Path, help="default: benchmarks/results, with --quick runs/bench-quick")
     args = parser.parse_args()
     repeats = 1 if args.quick else max(1, args.repeats)
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def one_process(repeats: int, quick: bool) -> dict:
-    """Samples per second of the bare loop and of train_ddp.py in their last epoch; the one before it warms up."""
+    """Compare the samples per second of train_ddp.py and the bare loop in their last epoch, after one to warm up."""
     epochs, steps = (1, 3) if quick else (2, 20)
     bare, script = [], []
     for number in range(1, repeats + 1):
@@ -77,11 +77,10 @@ def one_process(repeats: int, quick: bool) -> dict:
 
 
 def two_processes(repeats: int, quick: bool) -> tuple[list[dict], list[list]]:
-    """For each (local batch, accumulation): samples per second of two independent processes, and of two ranks; and
-    [bytes, seconds] of all-reduces.
+    """Compare two ranks with two independent processes for each (local batch, accumulation), and time all-reduces.
 
-    Both pairs start once and take turns: independent, ddp, independent, ddp ... A pair without an order sleeps.
-    A pair's rate is the sum of its two processes' own rates.
+    Returns the comparisons, and a list of [bytes, seconds] per all-reduce. Both pairs of processes start once and take
+    turns. A pair without an order sleeps. A pair's rate is the sum of the rates of its two processes.
     """
     points = [(32, 1), (32, 2)] if quick else sorted(LARGER | ACCUMULATED)
     rates = {point: {"independent": [], "ddp": []} for point in points}
@@ -104,7 +103,7 @@ def two_processes(repeats: int, quick: bool) -> tuple[list[dict], list[list]]:
         store.set(f"ddp-{turn}", json.dumps({"all_reduce": sizes, "times": times}))
         all_reduce = [[size, wait_for(store, f"ddp-{turn}-{size}-0", processes)] for size in sizes]
         for side, last_turn in {"independent": turn, "ddp": turn + 1}.items():
-            store.set(f"{side}-{last_turn}", "null")  # the order to leave
+            store.set(f"{side}-{last_turn}", "null")  # the order to exit
         for process in processes:
             process.wait(timeout=600)
     finally:
@@ -112,22 +111,22 @@ def two_processes(repeats: int, quick: bool) -> tuple[list[dict], list[list]]:
             process.terminate()
             process.wait()
     return [
-        {"local_batch": batch, "accumulation": accumulation, **compare(both["independent"], both["ddp"])}
-        for (batch, accumulation), both in rates.items()
+        {"local_batch": batch, "accumulation": accumulation, **compare(sides["independent"], sides["ddp"])}
+        for (batch, accumulation), sides in rates.items()
     ], all_reduce
 
 
 def wait_for(store: dist.TCPStore, key: str, processes: list[subprocess.Popen]) -> float:
-    """The number that a process puts into the store. Raises RuntimeError when one of them ends instead."""
+    """Wait for the number that a process puts into the store. Raises RuntimeError if a process ends instead."""
     while not store.check([key]):
         if ended := [process for process in processes if process.poll() is not None]:
-            raise RuntimeError(f"ended with exit code {ended[0].returncode}: {ended[0].args}")
+            raise RuntimeError(f"a process ended with exit code {ended[0].returncode}: {ended[0].args}")
         time.sleep(0.1)
     return float(store.get(key))
 
 
 def report(result: dict, figure: str) -> str:
-    """The result as a Markdown page."""
+    """Render the result as a Markdown page."""
 
     def cells(row: dict) -> str:
         rates = f"{median(row['baseline']):.0f} | {median(row['measured']):.0f}"
@@ -143,7 +142,7 @@ def report(result: dict, figure: str) -> str:
 ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, one thread a process. CPU: {result["cpu"]}, {result["cpus"]} of
 them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. Rates are medians
 of alternated runs, {result["repeats"]} of each side; a ratio is that of the medians, its range that of single pairs.
-{calibrated(result)}
+{calibration_line(result)}
 ## One process: train_ddp.py over a bare loop
 
 | global batch | bare, samples/s | train_ddp.py, samples/s | ratio | range |
@@ -162,16 +161,16 @@ Ratio {verdict(one["ratio"], GOAL_ONE)}.
     for (batch, accumulation), row in two.items():
         added = 2 * batch * accumulation * (1 / median(row["measured"]) - 1 / median(row["baseline"]))
         page += f"| {batch} | {accumulation} | {cells(row)} | {1e3 * added:.0f} ms |\n"
-    enough = [f"{batch} x {n}" for (batch, n), row in two.items() if row["ratio"] >= GOAL_TWO]
+    reaching = [f"{batch} x {n}" for (batch, n), row in two.items() if row["ratio"] >= GOAL_TWO]
     best, row = max(two.items(), key=lambda item: item[1]["ratio"])
     page += f"""
 At the default, {BATCH_SIZE // 2} x 1 a rank: {verdict(two[BATCH_SIZE // 2, 1]["ratio"], GOAL_TWO)}.
 Best, at {best[0]} x {best[1]}: {verdict(row["ratio"], GOAL_TWO)}.
-Goal reached at (local batch x accumulation): {", ".join(enough) or "none of those measured"}.
+Goal reached at (local batch x accumulation): {", ".join(reaching) or "none of those measured"}.
 
 ![The ratio over the samples a rank takes in a step]({figure})
 """
-    if "all_reduce" not in result:  # measured before this part was there
+    if "all_reduce" not in result:  # a result from before this part existed
         return page
     seconds = dict(result["all_reduce"])
     page += "\n## An all-reduce on two ranks\n\n| bytes | milliseconds |\n|---:|---:|\n"
@@ -188,9 +187,9 @@ Bandwidth: {most:,} take **{bandwidth:.0f}** times as long as {few:,}, goal abov
 
 
 def draw(result: dict, path: Path) -> None:
-    """The ratio over the samples that a rank takes in one optimizer step, by larger batches and by accumulation."""
+    """Plot the ratio against the samples per rank and optimizer step, for larger batches and for accumulation."""
     title = f"Two ranks over two independent processes, {result['device']}"
-    axes = plots.new_axes(title, "samples a rank takes in one optimizer step", "ratio of samples per second")
+    axes = plots.new_axes(title, "samples per rank in one optimizer step", "ratio of samples per second")
     for label, points in (("larger local batch", LARGER), ("accumulated batches of 32", ACCUMULATED)):
         rows = [row for row in result["two_processes"] if (row["local_batch"], row["accumulation"]) in points]
         samples = [row["local_batch"] * row["accumulation"] for row in rows]

@@ -1,12 +1,12 @@
-"""What does Ray cost, and what does it give, on this machine? Measures:
+"""Measure what Ray costs and what it gains on this machine. Measures:
 
 1. train_ray_ddp.py over train_ddp.py under torchrun, the same loop on two processes: samples per second in the steps,
-   and the seconds that a run takes beside them (start-up, validation, checkpoints, shutdown).
-2. Ray Data over a PyTorch DataLoader, no training: samples per second and peak memory, with a CPU-heavy transform of
-   each sample and with a light one, two processes for each.
-3. The same with two nodes, each with one core: the DataLoader has the trainer's, Ray Data both (Linux, two cores).
+   and the seconds that a run takes outside the steps (start-up, validation, checkpoints, shutdown).
+2. Ray Data over a PyTorch DataLoader without training: samples per second and peak memory, with a CPU-heavy transform
+   of each sample and with a light one, two processes for each.
+3. The same on two nodes with one core each: the DataLoader uses the trainer's core, Ray Data both (Linux, two cores).
 
-Writes ray-DATE-DEVICE.md and .json. Starts a Ray of its own.
+Writes ray-DATE-DEVICE.md and .json. Starts its own Ray.
 """
 
 import argparse
@@ -28,7 +28,7 @@ import psutil
 import ray
 import ray.data
 import torch
-from measuring import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
+from measuring import BATCH_SIZE, ENVIRONMENT, HERE, ROOT, calibration_line, compare, machine, reached
 from ray.cluster_utils import Cluster
 from torch.utils.data import DataLoader, TensorDataset
 from torchvision.transforms import v2
@@ -49,7 +49,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=4, help="runs of each side, in turn (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="default: benchmarks/results")
     args = parser.parse_args()
-    torch.set_num_threads(1)  # as in the processes of the other side
+    torch.set_num_threads(1)  # as in Ray's processes
     result = {"date": time.strftime("%Y-%m-%d"), "repeats": args.repeats, "ray": ray.__version__, **machine()}
     result["train"] = train(args.repeats)
     result["data"] = {
@@ -66,39 +66,41 @@ def main() -> None:
 
 
 def train(repeats: int) -> dict:
-    """Both launchers in turn: samples per second of the last epoch, and seconds beside the steps."""
+    """Compare both launchers in turn: samples per second of the last epoch, and seconds outside the steps."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     commands = {
         "torchrun": [*torchrun, ROOT / "01-ddp-pytorch-only/train_ddp.py"],
         "ray": [sys.executable, ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py", "--num-workers", "2"],
     }
-    rates, beside = {name: [] for name in commands}, {name: [] for name in commands}
+    rates, overhead_s = {name: [] for name in commands}, {name: [] for name in commands}
     for number in range(1, repeats + 1):
         for name, command in commands.items():
             with tempfile.TemporaryDirectory() as folder:
                 options = ["--epochs", "3", "--storage-path", folder, "--metrics-out", f"{folder}/metrics.jsonl"]
-                began = time.perf_counter()
+                started = time.perf_counter()
                 subprocess.run([*command, *options], env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
-                seconds = time.perf_counter() - began
+                seconds = time.perf_counter() - started
                 lines = [json.loads(line) for line in Path(folder, "metrics.jsonl").read_text().splitlines()]
             rates[name].append(lines[-1]["samples_per_second"])
-            beside[name].append(seconds - sum(line["samples_seen"] / line["samples_per_second"] for line in lines))
-            print(f"[{number}/{repeats}] {name}: {rates[name][-1]:.0f} samples/s, {beside[name][-1]:.0f} s", flush=True)
-    return {**compare(rates["torchrun"], rates["ray"]), "seconds_beside": beside}
+            step_s = sum(line["samples_seen"] / line["samples_per_second"] for line in lines)
+            overhead_s[name].append(seconds - step_s)
+            speeds = f"{rates[name][-1]:.0f} samples/s, {overhead_s[name][-1]:.0f} s"
+            print(f"[{number}/{repeats}] {name}: {speeds}", flush=True)
+    return {**compare(rates["torchrun"], rates["ray"]), "seconds_beside": overhead_s}
 
 
 def heavy(image: torch.Tensor) -> torch.Tensor:
-    """A picture (1, 8, 8) enlarged, turned and blurred: some milliseconds of one core."""
+    """Enlarge, rotate and blur an image (1, 8, 8), which takes some milliseconds of one core."""
     return AUGMENT(image)
 
 
 def light(image: torch.Tensor) -> torch.Tensor:
-    """[0, 1] to [-1, 1]."""
+    """Rescale pixels from 0..1 to -1..1."""
     return (image - 0.5) / 0.5
 
 
 class Transformed(TensorDataset):
-    """Samples of a TensorDataset, each image through `transform`."""
+    """A TensorDataset that applies `transform` to each image."""
 
     def __init__(self, transform, *tensors: torch.Tensor) -> None:
         super().__init__(*tensors)
@@ -109,17 +111,17 @@ class Transformed(TensorDataset):
         return self.transform(image), label
 
 
-class Peak:
-    """The highest sum of the proportional set sizes of this process and all it started, in bytes, while it runs."""
+class PeakMemory:
+    """Measure peak memory in bytes: the highest sum of proportional set sizes of this process and its descendants."""
 
-    def __enter__(self) -> "Peak":
-        self.bytes, self.going = 0, True
+    def __enter__(self) -> "PeakMemory":
+        self.bytes, self.running = 0, True
         self.thread = threading.Thread(target=self.watch)
         self.thread.start()
         return self
 
     def watch(self) -> None:
-        while self.going:
+        while self.running:
             total = 0
             for process in [psutil.Process(), *psutil.Process().children(recursive=True)]:
                 try:
@@ -130,20 +132,20 @@ class Peak:
             time.sleep(0.5)
 
     def __exit__(self, *error) -> None:
-        self.going = False
+        self.running = False
         self.thread.join()
 
 
 def make_input(transform, num_samples: int, num_workers: int) -> tuple[DataLoader, TensorDataset, Callable]:
-    """The same samples and transform for both: a DataLoader, what to write as Parquet, and a function on its blocks."""
+    """Make the same input for both sides: a DataLoader, and for Ray Data the samples and a transform of batches."""
     images, labels = datasets.digits().train.tensors
-    times = -(-num_samples // len(labels))
-    images, labels = images.repeat(times, 1, 1, 1)[:num_samples] * 0.5 + 0.5, labels.repeat(times)[:num_samples]
+    copies = -(-num_samples // len(labels))
+    images, labels = images.repeat(copies, 1, 1, 1)[:num_samples] * 0.5 + 0.5, labels.repeat(copies)[:num_samples]
     loader = DataLoader(Transformed(transform, images, labels), BATCH, num_workers=num_workers, shuffle=True)
 
     def transform_batch(batch: dict[str, np.ndarray]) -> dict:
         pixels = torch.from_numpy(np.stack(batch["image"])).view(-1, 1, 8, 8)
-        return {"image": torch.stack([transform(each) for each in pixels]).numpy(), "label": batch["label"]}
+        return {"image": torch.stack([transform(image) for image in pixels]).numpy(), "label": batch["label"]}
 
     return loader, TensorDataset(images * 2 - 1, labels), transform_batch
 
@@ -151,9 +153,10 @@ def make_input(transform, num_samples: int, num_workers: int) -> tuple[DataLoade
 def stream_of(
     files: str, transform_batch: Callable, rows: int | None = BATCH, num_blocks: int | None = None
 ) -> Iterator[np.ndarray]:
-    """The labels of one pass of Ray Data over these files, batch by batch. Ray is up.
+    """Yield the labels of one pass of Ray Data over `files`, batch by batch. Ray must be running.
 
-    Without `rows` a function gets whole blocks, and Ray Data reads and transforms a block in one task.
+    rows: the batch size of the transform. With None it gets whole blocks, and Ray Data reads and transforms a block in
+    one task.
     """
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars, context.use_datasource_v2 = False, False  # as in the script
@@ -163,7 +166,7 @@ def stream_of(
 
 
 def feed(repeats: int, transform, num_samples: int) -> dict:
-    """Passes over `num_samples` digits by each, after one that warms up; two processes transform."""
+    """Compare passes over `num_samples` digits, after one to warm up. Two processes transform on each side."""
     loader, samples, transform_batch = make_input(transform, num_samples, num_workers=2)
     alone = DataLoader(loader.dataset, BATCH, shuffle=True)
     rates, memory = {"alone": [], "loader": [], "ray": []}, {}
@@ -177,8 +180,8 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
                     batches = stream_of(files, transform_batch)
                 else:
                     batches = (labels for _, labels in (loader if side == "loader" else alone))
-                # Looking at the memory of all of Ray's processes takes a good part of a core: while warming up.
-                with contextlib.nullcontext() if turn else Peak() as peak:
+                # Measure memory only during the warm-up: with all of Ray's processes it takes a good part of a core.
+                with contextlib.nullcontext() if turn else PeakMemory() as peak:
                     rate = rate_of(batches, num_samples)
                 if turn:
                     rates[side].append(rate)
@@ -191,48 +194,48 @@ def feed(repeats: int, transform, num_samples: int) -> dict:
 
 
 def two_nodes(repeats: int, num_samples: int = 8192) -> dict | None:
-    """The heavy transform with a core for the trainer's node and one for another; None where there are none to pin to.
+    """Compare the heavy transform on the trainer's node with the same on two nodes, with one core each.
 
-    Both sides in turn, Ray started anew for each of its turns, and warmed up by a pass over an eighth of the samples,
-    whose seconds are apart.
+    The sides take turns. Each turn of Ray starts Ray again and warms it up with an eighth of the samples, which is
+    timed separately. Returns None if the process cannot be pinned to two cores.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
     if len(cores) < 2:
         return None
     rates, start_s = {"alone": [], "loader": [], "ray": []}, []
     try:
-        os.sched_setaffinity(0, cores[:1])  # of this thread, and of all that it starts
+        os.sched_setaffinity(0, cores[:1])  # for this thread and everything it starts
         loader, samples, transform_batch = make_input(heavy, num_samples, num_workers=1)
         alone = DataLoader(loader.dataset, BATCH, shuffle=True)
         with tempfile.TemporaryDirectory() as folder:
             files = ray_images.write_parquet(samples, folder, num_files=16)
-            few = ray_images.write_parquet(TensorDataset(*samples[: num_samples // 8]), folder, num_files=16)
+            warm_up_files = ray_images.write_parquet(TensorDataset(*samples[: num_samples // 8]), folder, num_files=16)
             for number in range(1, repeats + 1):
                 for side, batches in (("alone", alone), ("loader", loader)):
                     rates[side].append(rate_of((labels for _, labels in batches), num_samples))
-                began = time.perf_counter()
+                started = time.perf_counter()
                 with nodes_on(cores[:2]):
-                    rate_of(stream_of(few, transform_batch, None, 16), num_samples // 8)
-                    start_s.append(time.perf_counter() - began)
+                    rate_of(stream_of(warm_up_files, transform_batch, None, 16), num_samples // 8)
+                    start_s.append(time.perf_counter() - started)
                     rates["ray"].append(rate_of(stream_of(files, transform_batch, None, 16), num_samples))
                 numbers = ", ".join(f"{side} {rates[side][-1]:.0f}" for side in rates)
                 print(f"[{number}/{repeats}] two nodes: {numbers} samples/s", flush=True)
     finally:
         os.sched_setaffinity(0, cores)
-    without, with_one = rates["alone"], rates["loader"]
-    best = without if median(without) > median(with_one) else with_one
+    no_workers, one_worker = rates["alone"], rates["loader"]
+    best = no_workers if median(no_workers) > median(one_worker) else one_worker
     return {**compare(best, rates["ray"]), "samples": num_samples, "start_s": start_s, **rates}
 
 
 @contextlib.contextmanager
 def nodes_on(cores: list[int]) -> Iterator[None]:
-    """A Ray with a node on each core, joined by this process, which belongs to the first."""
+    """Run a Ray cluster with a node on each of two cores. This process joins it on the first one."""
     first, second = cores
-    each = {"num_cpus": 1, "object_store_memory": 2**30}  # this class's own default holds 1,500 samples, and spills
-    nodes = Cluster(initialize_head=True, head_node_args={**each, "include_dashboard": False, "dashboard_port": None})
+    node = {"num_cpus": 1, "object_store_memory": 2**30}  # Cluster's default has room for 1,500 samples, then spills
+    nodes = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False, "dashboard_port": None})
     try:
         os.sched_setaffinity(0, [second])
-        nodes.add_node(**each)
+        nodes.add_node(**node)
         os.sched_setaffinity(0, [first])
         nodes.wait_for_nodes()
         cluster.quiet_settings(own=True)
@@ -245,15 +248,15 @@ def nodes_on(cores: list[int]) -> Iterator[None]:
 
 
 def rate_of(batches: Iterable, num_samples: int) -> float:
-    """Samples per second of one pass."""
-    began, count = time.perf_counter(), sum(len(batch) for batch in batches)
-    seconds = time.perf_counter() - began
+    """Return the samples per second of one pass."""
+    started, count = time.perf_counter(), sum(len(batch) for batch in batches)
+    seconds = time.perf_counter() - started
     assert count == num_samples
     return num_samples / seconds
 
 
 def report(result: dict) -> str:
-    """The result as a Markdown page."""
+    """Render the result as a Markdown page."""
 
     def row(name: str, part: dict, *more: str) -> str:
         numbers = f"{median(part['baseline']):.0f} | {median(part['measured']):.0f} | {part['ratio']:.3f}"
@@ -263,15 +266,15 @@ def report(result: dict) -> str:
         return f"**{ratio:.3f}**, goal {goal:.2f}: {reached(ratio >= goal)}"
 
     train, parts = result["train"], result["data"]
-    beside = {name: median(seconds) for name, seconds in train["seconds_beside"].items()}
-    extra = beside["ray"] - beside["torchrun"]
-    of_an_hour = extra / (3600 + extra)
+    overhead_s = {name: median(seconds) for name, seconds in train["seconds_beside"].items()}
+    extra_s = overhead_s["ray"] - overhead_s["torchrun"]
+    hour_share = extra_s / (3600 + extra_s)
     page = f"""# Ray on {result["device"]}, {result["date"]}
 
 CPU: {result["cpu"]}, {result["cpus"]} of them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]},
 torch {result["torch"]}, Ray {result["ray"]}. One thread a process. Medians of {result["repeats"]} runs of each side; a
 ratio is that of the medians, its range that of single pairs.
-{calibrated(result)}
+{calibration_line(result)}
 ## Ray Train over torchrun
 
 ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, two processes, global batch {BATCH_SIZE}, third epoch. The two
@@ -280,10 +283,10 @@ launchers run in turn.
 | | torchrun, samples/s | Ray Train, samples/s | ratio | range | beside the steps, torchrun | Ray Train |
 |---|---:|---:|---:|---:|---:|---:|
 """
-    page += row("two workers", train, *(f"{beside[name]:.0f} s" for name in ("torchrun", "ray")))
+    page += row("two workers", train, *(f"{overhead_s[name]:.0f} s" for name in ("torchrun", "ray")))
     page += f"""
 In the steps: {verdict(train["ratio"], GOAL_TRAIN)}. Beside them: start-up, validation, checkpoints and shutdown. What
-Ray Train takes more of these is **{of_an_hour:.1%}** of a run of an hour, goal below 5 %: {reached(of_an_hour < 0.05)}.
+Ray Train takes more of these is **{hour_share:.1%}** of a run of an hour, goal below 5 %: {reached(hour_share < 0.05)}.
 
 ## Ray Data over a DataLoader
 
@@ -306,32 +309,32 @@ Heavy transform: {verdict(heavy_ratio, GOAL_DATA)}. The light one is reported as
 some two seconds of planning and waiting for a first block, whatever its length, so a short pass shows them most. Both
 sides have the same cores of one machine: what Ray Data adds, the CPUs of other machines, does not show here.
 """
-        + without_workers(parts)
-        + with_another_node(result.get("nodes"))
+        + report_without_workers(parts)
+        + report_two_nodes(result.get("nodes"))
     )
 
 
-def without_workers(parts: dict) -> str:
-    """What two processes give over none; "" for a result that was measured before this side was there."""
+def report_without_workers(parts: dict) -> str:
+    """Report the gain of two processes over none, or "" for a result from before this side existed."""
     if "alone" not in parts["heavy"]:
         return ""
     rates = {
         name: {side: median(part[side]) for side in ("alone", "baseline", "measured")} for name, part in parts.items()
     }
     gain = max(rates["heavy"]["baseline"], rates["heavy"]["measured"]) / rates["heavy"]["alone"]
-    simplest = rates["light"]["alone"] / rates["light"]["measured"]
+    light_gain = rates["light"]["alone"] / rates["light"]["measured"]
     return f"""
 A DataLoader without workers makes {rates["heavy"]["alone"]:.0f} samples/s with the heavy transform: the faster of the
 two makes **{gain:.2f}** times as many, goal above 1: {reached(gain > 1)}. With the light one it makes
-{rates["light"]["alone"]:.0f}, **{simplest:.2f}** times as many as Ray Data, goal above 1: {reached(simplest > 1)}.
+{rates["light"]["alone"]:.0f}, **{light_gain:.2f}** times as many as Ray Data, goal above 1: {reached(light_gain > 1)}.
 """
 
 
-def with_another_node(part: dict | None) -> str:
-    """The table of `two_nodes`; "" for a result that was measured before it was there, or on one core."""
+def report_two_nodes(part: dict | None) -> str:
+    """Report the table of `two_nodes`, or "" for a result from before it existed or from a machine with one core."""
     if part is None:
         return ""
-    without, with_one, by_ray = (median(part[side]) for side in ("alone", "loader", "ray"))
+    no_workers, one_worker, ray_data = (median(part[side]) for side in ("alone", "loader", "ray"))
     verdict = f"goal {GOAL_NODES}: {reached(part['ratio'] >= GOAL_NODES)}"
     span = f"{part['lowest']:.2f} to {part['highest']:.2f} in single pairs"
     return f"""
@@ -344,9 +347,9 @@ samples: both together take {median(part["start_s"]):.0f} s, which are not part 
 
 | | samples/s |
 |---|---:|
-| DataLoader, no workers, the trainer's node | {without:.0f} |
-| DataLoader, one worker, the trainer's node | {with_one:.0f} |
-| Ray Data, both nodes | {by_ray:.0f} |
+| DataLoader, no workers, the trainer's node | {no_workers:.0f} |
+| DataLoader, one worker, the trainer's node | {one_worker:.0f} |
+| Ray Data, both nodes | {ray_data:.0f} |
 
 Over the faster DataLoader: **{part["ratio"]:.2f}** ({span}), {verdict}.
 """

@@ -1,10 +1,10 @@
-"""DDP, FSDP2 and every ZeRO stage on two processes, same model, seed and global batch. Measures:
+"""Compare DDP, FSDP2 and every ZeRO stage on two processes with the same model, seed and global batch. Measures:
 
-1. tokens per second of each over plain DDP, in turn; state and peak bytes a rank; the last loss.
-2. how long training stands still for a sharded checkpoint, synchronous and asynchronous.
-3. bytes sent and checkpoints: by lesson 3.4, which is run for its table.
+1. Tokens per second of each over plain DDP, in alternating runs; state and peak bytes per rank; the last loss.
+2. How long a sharded checkpoint stops training, saved synchronously and asynchronously.
+3. Bytes sent and checkpoints, by running lesson 3.4 and taking its table.
 
-Writes sharded-DATE-DEVICE.md and .json. GPUs are used where there are two.
+Writes sharded-DATE-DEVICE.md and .json. Uses GPUs if there are two.
 """
 
 import argparse
@@ -19,13 +19,13 @@ from statistics import median
 
 import nbformat
 import torch
-from measuring import ENVIRONMENT, HERE, ROOT, calibrated, compare, machine, reached
+from measuring import ENVIRONMENT, HERE, ROOT, calibration_line, compare, machine, reached
 from nbclient import NotebookClient
 
 from shared import measure, models
 
 PRESET, BATCH_SIZE, STEPS = ("124m", 32, 20) if torch.cuda.device_count() >= 2 else ("nano", 32, 20)
-WINDOWS = 1280  # of an epoch of the scripts
+WINDOWS = 1280  # per epoch in the scripts
 LESSON = ROOT / "03-fsdp-deepspeed/04_choosing.ipynb"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FSDP2, ZERO = "train_ray_fsdp2.py", "train_ray_deepspeed.py"
@@ -54,7 +54,7 @@ def main() -> None:
         out = Path(folder, "save.json")
         subprocess.run([*TORCHRUN, HERE / "sharded_save.py", PRESET, "4", out], env=ENVIRONMENT, check=True)
         result["save"] = json.loads(out.read_text())
-    result["lesson"] = table_of_the_lesson()
+    result["lesson"] = lesson_table()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"sharded-{result['date']}-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}"
     path.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
@@ -63,7 +63,7 @@ def main() -> None:
 
 
 def strategies(repeats: int) -> dict:
-    """The metrics of each strategy's second epoch: the first one warms up."""
+    """Measure each strategy in its second epoch, after a first one to warm up."""
     lines = {name: [] for name in STRATEGIES}
     for number in range(1, repeats + 1):
         for name, (script, *more) in STRATEGIES.items():
@@ -85,16 +85,16 @@ def strategies(repeats: int) -> dict:
     }
 
 
-def table_of_the_lesson() -> str:
-    """The table of section 7 of lesson 3.4, in Markdown."""
+def lesson_table() -> str:
+    """Run lesson 3.4 and return the table of its section 7 in Markdown."""
     lesson = nbformat.read(LESSON, as_version=4)
     NotebookClient(lesson, timeout=600, resources={"metadata": {"path": LESSON.parent}}).execute()
-    shown = [output.get("data", {}) for cell in lesson.cells for output in cell.get("outputs", [])]
-    return next(data["text/markdown"] for data in shown if "text/markdown" in data)
+    outputs = [output.get("data", {}) for cell in lesson.cells for output in cell.get("outputs", [])]
+    return next(data["text/markdown"] for data in outputs if "text/markdown" in data)
 
 
-def predicted(name: str, preset: str) -> float:
-    """The state that a rank keeps by the library's formula, in bytes."""
+def predicted_state_bytes(name: str, preset: str) -> float:
+    """Return the bytes of state per rank by the formula in `shared.measure`."""
     with torch.device("meta"):
         num_parameters = sum(parameter.numel() for parameter in models.GPT(models.GPT_PRESETS[preset]).parameters())
     precision = "bf16" if "bf16" in name else "fp32"
@@ -102,20 +102,21 @@ def predicted(name: str, preset: str) -> float:
 
 
 def report(result: dict) -> str:
-    """The result as a Markdown page."""
+    """Render the result as a Markdown page."""
     page = f"""# DDP, FSDP2 and ZeRO on {result["device"]}, {result["date"]}
 
 GPT `{result["preset"]}`, two processes, global batch {result["batch_size"]}. CPU: {result["cpu"]}, {result["cpus"]} of
 them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. One thread a
 process. Medians of {result["repeats"]} runs of each strategy in turn; a ratio is that of the medians, its range that
 of single rounds. An epoch's last step is watched for its peak of memory, which slows it down.
-{calibrated(result)}
+{calibration_line(result)}
 | | state a rank, MB | by formula | peak, MB | tokens/s | over DDP | range | last loss |
 |---|---:|---:|---:|---:|---:|---:|---:|
 """
     for name, line in result["strategies"].items():
-        megabytes = (line["state_bytes_per_rank"], predicted(name, result["preset"]), line["peak_memory_bytes"])
-        cells = [f"{value / 1e6:.1f}" for value in megabytes]
+        expected = predicted_state_bytes(name, result["preset"])
+        sizes = (line["state_bytes_per_rank"], expected, line["peak_memory_bytes"])
+        cells = [f"{size / 1e6:.1f}" for size in sizes]
         cells += [f"{median(line['measured']):.0f}", f"{line['ratio']:.2f}"]
         cells += [f"{line['lowest']:.2f} to {line['highest']:.2f}", f"{line['last_loss']:.6f}"]
         page += f"| {name} | {' | '.join(cells)} |\n"
@@ -124,7 +125,7 @@ of single rounds. An epoch's last step is watched for its peak of memory, which 
     slowest = tokens / min(rates.values())
     recomputing = rates["FSDP2"] / rates["FSDP2, activation checkpointing"]
     save = {name: median(seconds) for name, seconds in result["save"].items()}
-    still = save["async_still"] / save["sync_still"]
+    stall_ratio = save["async_still"] / save["sync_still"]
     return (
         page
         + f"""
@@ -138,7 +139,7 @@ A step with activation checkpointing takes **{recomputing:.2f}** times as long a
 FSDP2, two ranks, median of five. Training stands still for **{save["sync_still"]:.3f} s** while it saves synchronously,
 and for **{save["async_still"]:.3f} s** while it begins to save asynchronously; the steps that follow then take
 {save["steps_meanwhile"]:.2f} s instead of {save["steps_alone"]:.2f} s, since the writing goes on beside them. The
-asynchronous save over the synchronous: **{still:.2f}**, goal below 0.50: {reached(still < 0.5)}.
+asynchronous save over the synchronous: **{stall_ratio:.2f}**, goal below 0.50: {reached(stall_ratio < 0.5)}.
 
 ## The table of lesson 3.4
 

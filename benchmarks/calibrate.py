@@ -1,7 +1,7 @@
-"""How fast is this machine? Minutes of two machines cannot be compared; beside these two numbers they can:
+"""Measure how fast this machine is, so that times of different machines can be compared.
 
-seconds of `import torch` in a new process (files, Python), and of 10 optimizer steps of bare_loop.py (arithmetic), one
-thread, the shortest of three each. `make bench` writes them into its tables.
+Measures the seconds of `import torch` in a new process (files, Python) and of 10 optimizer steps of bare_loop.py
+(arithmetic) with one thread, the shortest of three each. `make bench` adds them to its tables.
 """
 
 import json
@@ -15,8 +15,8 @@ HERE = Path(__file__).resolve().parent
 STEPS, BATCH_SIZE, REPEATS = 10, 64, 3
 
 
-def calibration() -> dict[str, float]:
-    """The two numbers, in seconds."""
+def calibrate() -> dict[str, float]:
+    """Measure the two times, in seconds."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     imports = []
     for _ in range(REPEATS):
@@ -29,11 +29,11 @@ def calibration() -> dict[str, float]:
     return {"import_torch_s": round(min(imports), 2), "training_s": round(STEPS * BATCH_SIZE / fastest, 2)}
 
 
-def in_words(seconds: dict[str, float]) -> str:
-    """One line for a report."""
+def describe(seconds: dict[str, float]) -> str:
+    """Describe the two times in one line for a report."""
     imports, training = seconds["import_torch_s"], seconds["training_s"]
     return f"calibration: import torch {imports} s, {STEPS} steps of training {training} s"
 
 
 if __name__ == "__main__":
-    print(in_words(calibration()))
+    print(describe(calibrate()))

@@ -1,14 +1,14 @@
-"""Has training become slower? Runs two checkouts of this repository in turn, and raises an alarm above 10 %.
+"""Check whether training has become slower between two checkouts of this repository. Raises an alarm above 10 %.
 
     python check_regression.py OLD NEW               two folders: about five minutes on two CPU cores
-    python check_regression.py OLD.json NEW.json     two files of benchmarks/results: at once, and weaker
+    python check_regression.py OLD.json NEW.json     two files of benchmarks/results: immediate, but weaker
 
-A pair is one run of each checkout, a new process each time, which one first drawn at random: what else the machine does
-meets both alike. A run trains by its checkout's train_ddp.py, on two ranks (on GPUs one a GPU, two at most). Its number
-is the 25th percentile of its steps' seconds, since what disturbs a step makes it longer; the verdict is the median over
-the pairs. So neither slow steps nor a slow run or two move it.
+A pair is one run of each checkout in a new process, in random order, so that other load on the machine affects both
+alike. A run trains with its checkout's train_ddp.py on two ranks (on GPUs one rank per GPU, two at most). It counts
+with the 25th percentile of the seconds per step, since disturbances only make steps longer. The verdict is the median
+over the pairs. So neither slow steps nor a slow run or two change it.
 
-Exit code 1 with an alarm, 2 where nothing can be compared.
+The exit code is 1 for an alarm, and 2 if nothing can be compared.
 """
 
 import argparse
@@ -29,58 +29,58 @@ HERE = Path(__file__).resolve().parent
 ALARM = 1.10  # new over old
 SCRIPT = "01-ddp-pytorch-only/train_ddp.py"
 BATCH_SIZE = 32  # over all ranks
-LIMIT_S = 1800  # for a run
-# Of a file of results: what has to be the same, and what a reader should know of.
+LIMIT_S = 1800  # per run
+# Fields of a result file that must be equal, and fields whose differences are printed.
 MUST_AGREE = ("device", "cpus", "gpus", "threads_per_process", "python", "torch", "ray", "deepspeed")
 MAY_DIFFER = ("date", "system", "calibration")
 
 
 def run_seconds(step_seconds):
-    """One number for a run: what a step takes where little disturbs it."""
+    """Return the seconds per step of a run, as little disturbed as possible."""
     return float(np.percentile(step_seconds, 25))
 
 
 def slowdown(old, new):
-    """New over old, from the numbers of runs in pairs."""
+    """Return the median of new over old, from the seconds per step of paired runs."""
     return math.exp(np.median(np.log(np.asarray(new) / np.asarray(old))))
 
 
 class CannotCompare(Exception):
-    """Why, and what to do."""
+    """The inputs cannot be compared. The message says why and what to do."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line."""
+    """An ArgumentParser that reports an error in one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise CannotCompare(f"{message} (--help says more)")
+        raise CannotCompare(f"{message} (see --help)")
 
 
 def at_least_one(text: str) -> int:
-    """An option's value as an integer above 0."""
+    """Parse an option's value as a positive integer."""
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return int(text)
 
 
 def main() -> bool:
-    """Whether there is an alarm."""
+    """Compare as the command line says, and return whether there is an alarm."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("old", type=Path, metavar="OLD", help="a checkout, or a file of results")
-    parser.add_argument("new", type=Path, metavar="NEW", help="the same")
+    parser.add_argument("old", type=Path, metavar="OLD", help="a checkout or a result file")
+    parser.add_argument("new", type=Path, metavar="NEW", help="another one to compare with OLD")
     parser.add_argument("--pairs", type=at_least_one, default=8, help="runs of each checkout (default: %(default)s)")
-    parser.add_argument("--steps", type=at_least_one, default=40, help="optimizer steps a run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the order in each pair (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least_one, default=40, help="optimizer steps per run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order in each pair (default: %(default)s)")
     args = parser.parse_args()
     for path in (args.old, args.new):
         if not path.exists():
             raise CannotCompare(f"{path} does not exist")
         if path.is_dir() and not (path / SCRIPT).exists():
-            raise CannotCompare(f"{path} is no checkout of this repository: it has no {SCRIPT}")
+            raise CannotCompare(f"{path} is not a checkout of this repository: it has no {SCRIPT}")
     if args.old.is_dir() != args.new.is_dir():
         raise CannotCompare(f"{args.old} and {args.new}: give two checkouts or two files, not one of each")
     if args.steps < 4:
-        raise CannotCompare(f"--steps {args.steps} are too few for a percentile: 4 or more")
+        raise CannotCompare(f"--steps {args.steps} is too few for a percentile: use 4 or more")
     return compare_checkouts(args) if args.old.is_dir() else compare_files(args.old, args.new)
 
 
@@ -88,43 +88,43 @@ def main() -> bool:
 
 
 def compare_checkouts(args: argparse.Namespace) -> bool:
-    """Run both in turn, and print each pair and the verdict."""
+    """Run both checkouts in turn, print each pair and the verdict, and return whether there is an alarm."""
     checkouts = {"old": args.old.resolve(), "new": args.new.resolve()}
     pythons = {side: interpreter(list(checkouts.values()), folder) for side, folder in checkouts.items()}
     for side, folder in checkouts.items():
-        print(f"{side}  {folder}, {commit(folder)}, by {pythons[side]}")
+        print(f"{side}  {folder}, {commit(folder)}, run by {pythons[side]}")
     name, ranks = device()
-    seconds, known = {"old": [], "new": []}, {"old": [], "new": []}
-    order = f"in an order drawn by seed {args.seed}"
+    seconds, versions = {"old": [], "new": []}, {"old": [], "new": []}
+    order = f"in an order drawn with seed {args.seed}"
     print(f"{args.pairs} pair{'s' * (args.pairs > 1)} of {args.steps} steps on {ranks} ranks, {order}", flush=True)
     for number, side in enumerate(first_of_each_pair(args.pairs, args.seed), start=1):
-        for each in (side, "new" if side == "old" else "old"):
-            result = run(checkouts[each], pythons[each], ranks, args.steps)
-            known[each].append(result["known"])
-            seconds[each].append(run_seconds(result["step_seconds"]))
+        for current in (side, "new" if side == "old" else "old"):
+            result = run(checkouts[current], pythons[current], ranks, args.steps)
+            versions[current].append(result["known"])
+            seconds[current].append(run_seconds(result["step_seconds"]))
         old, new = seconds["old"][-1], seconds["new"][-1]
-        print(
-            f"pair {number}, {side} first: old {old:.4f} s a step, new {new:.4f}, new/old {new / old:.3f}", flush=True
-        )
-    print(f"device {name}; versions:", describe(known["old"][0], known["new"][0]))
+        numbers = f"old {old:.4f} s per step, new {new:.4f}, new/old {new / old:.3f}"
+        print(f"pair {number}, {side} first: {numbers}", flush=True)
+    print(f"device {name}; versions:", describe_versions(versions["old"][0], versions["new"][0]))
     return verdict(slowdown(seconds["old"], seconds["new"]), "a step of NEW takes")
 
 
 def first_of_each_pair(pairs: int, seed: int) -> list[str]:
-    """Which side of each pair runs first: each side in half of them, in an order drawn by `seed`."""
+    """Return which side of each pair runs first: each side in half of the pairs, in an order drawn with `seed`."""
     first = ["old", "new"] * (pairs // 2) + ["old"] * (pairs % 2)
     random.Random(seed).shuffle(first)
     return first
 
 
 def interpreter(checkouts: list[Path], folder: Path) -> str:
-    """A checkout's own, where both have one; else the one that runs this."""
-    own = Path(".venv/bin/python")
-    return str(folder / own) if all((each / own).exists() for each in checkouts) else sys.executable
+    """Return the path of a checkout's own Python if both checkouts have one, otherwise that of the running one."""
+    own_python = Path(".venv/bin/python")
+    both = all((checkout / own_python).exists() for checkout in checkouts)
+    return str(folder / own_python) if both else sys.executable
 
 
 def commit(folder: Path) -> str:
-    """What git calls a checkout, in words."""
+    """Describe the git commit of a checkout."""
     if shutil.which("git") is None:
         return "commit unknown"
     git = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--abbrev=8"]
@@ -133,8 +133,8 @@ def commit(folder: Path) -> str:
 
 
 def device() -> tuple[str, int]:
-    """The GPU's name or the CPU's, and the ranks to run on it: two, and on GPUs one per GPU."""
-    import torch  # takes two seconds, and two files are compared without it
+    """Return the name of the GPU or CPU and the number of ranks: two, but at most one per GPU."""
+    import torch  # takes two seconds, and comparing two files does not need it
 
     from shared.doctor import cpu_name
 
@@ -143,7 +143,7 @@ def device() -> tuple[str, int]:
 
 
 def run(checkout: Path, python: str, ranks: int, steps: int) -> dict:
-    """One run of a checkout, by its own code: the seconds of its steps, and the versions."""
+    """Train with a checkout's own code, and return the seconds of its steps and the versions."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         file, output = Path(folder, "steps.json"), Path(folder, "output")
         launch = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", ranks]
@@ -157,26 +157,26 @@ def run(checkout: Path, python: str, ranks: int, steps: int) -> dict:
         except subprocess.TimeoutExpired:
             code = None
         finally:
-            process.terminate()  # torchrun ends its ranks then
+            process.terminate()  # torchrun then ends its ranks
             process.wait()
         if code != 0 or not file.exists():
             print(output.read_text(), file=sys.stderr)
-            what = f"did not end within {LIMIT_S} s" if code is None else "failed"
-            raise CannotCompare(f"a run of {checkout} {what}: what it said stands above")
+            outcome = f"did not end within {LIMIT_S} s" if code is None else "failed"
+            raise CannotCompare(f"a run of {checkout} {outcome}: see its output above")
         return json.loads(file.read_text())
 
 
-def describe(old: dict, new: dict) -> str:
-    """What both have, and what differs between them."""
+def describe_versions(old: dict, new: dict) -> str:
+    """Describe the versions that both sides share, and those that differ."""
     same = [f"{name} {value}" for name, value in old.items() if new.get(name) == value]
-    other = [f"{name} {old.get(name)} and {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
-    return ", ".join(same) + (f"; DIFFERENT: {', '.join(other)}" if other else "; the same for both")
+    differ = [f"{name} {old.get(name)} and {new.get(name)}" for name in old | new if old.get(name) != new.get(name)]
+    return ", ".join(same) + (f"; DIFFERENT: {', '.join(differ)}" if differ else "; the same for both")
 
 
-def verdict(factor: float, what: str) -> bool:
-    """Print it; whether it is an alarm."""
+def verdict(factor: float, subject: str) -> bool:
+    """Print the verdict, and return whether it is an alarm."""
     alarm = factor > ALARM
-    print(f"{'ALARM' if alarm else 'fine'}: {what} {factor:.3f} times as long (alarm above {ALARM:.2f})")
+    print(f"{'ALARM' if alarm else 'fine'}: {subject} {factor:.3f} times as long (alarm above {ALARM:.2f})")
     return alarm
 
 
@@ -184,50 +184,50 @@ def verdict(factor: float, what: str) -> bool:
 
 
 def compare_files(old_file: Path, new_file: Path) -> bool:
-    """Compare the ratios in two files of results, each the speed of one side over that of another."""
-    old, new = read(old_file), read(new_file)
+    """Compare the speed ratios in two result files, and return whether there is an alarm."""
+    old, new = read_result(old_file), read_result(new_file)
     differ = [f"{name} {old.get(name)} and {new.get(name)}" for name in MUST_AGREE if old.get(name) != new.get(name)]
     if differ:
-        raise CannotCompare(f"{old_file.name} and {new_file.name} are of two kinds: {'; '.join(differ)}")
-    pairs = {place: (value, ratios(new)[place]) for place, value in ratios(old).items() if place in ratios(new)}
+        raise CannotCompare(f"{old_file.name} and {new_file.name} are not comparable: {'; '.join(differ)}")
+    pairs = {label: (value, ratios(new)[label]) for label, value in ratios(old).items() if label in ratios(new)}
     if not pairs:
         raise CannotCompare(f"{old_file.name} and {new_file.name} have no ratio in common")
     for name in MAY_DIFFER:
         if old.get(name) != new.get(name):
             print(f"{name}: {old.get(name)} and {new.get(name)}")
-    for place, (before, after) in pairs.items():
-        print(f"{place}: {before:.3f}, then {after:.3f}{'  <- slower' if before / after > ALARM else ''}")
-    worst = max(pairs, key=lambda place: pairs[place][0] / pairs[place][1])
-    print("Two files were not measured in turn: this is weaker than a run on two checkouts.")
-    return verdict(pairs[worst][0] / pairs[worst][1], f"at worst ({worst}), beside its baseline, it takes")
+    for label, (before, after) in pairs.items():
+        print(f"{label}: {before:.3f}, then {after:.3f}{'  <- slower' if before / after > ALARM else ''}")
+    worst = max(pairs, key=lambda label: pairs[label][0] / pairs[label][1])
+    print("The two files were not measured in turn, so this is weaker than a comparison of two checkouts.")
+    return verdict(pairs[worst][0] / pairs[worst][1], f"at worst ({worst}), relative to its baseline, it takes")
 
 
-def read(path: Path) -> dict:
-    """A file of results. Raises CannotCompare where it is none, or one that means nothing."""
+def read_result(path: Path) -> dict:
+    """Read a result file. Raises CannotCompare if it is not one, or comes from a smoke test."""
     try:
         result = json.loads(path.read_text())
     except ValueError as error:
-        raise CannotCompare(f"{path} is no JSON: {error}") from None
+        raise CannotCompare(f"{path} is not JSON: {error}") from None
     if not isinstance(result, dict) or not ratios(result):
         raise CannotCompare(f"{path} has no ratios: give a file of benchmarks/results")
     if result.get("quick"):
-        raise CannotCompare(f"{path} is of a smoke run (--quick): its numbers mean nothing")
+        raise CannotCompare(f"{path} is from a smoke run (--quick): its numbers mean nothing")
     return result
 
 
-def ratios(result: object, place: str = "") -> dict[str, float]:
-    """All ratios in a result, by their places."""
-    found = {}
+def ratios(result: object, label: str = "") -> dict[str, float]:
+    """Collect all ratios in a result, labelled by the names on the path to them."""
+    collected = {}
     if isinstance(result, dict):
         if isinstance(result.get("ratio"), int | float):
-            found[place or "ratio"] = result["ratio"]
+            collected[label or "ratio"] = result["ratio"]
         for name, value in result.items():
-            found |= ratios(value, f"{place}, {name}" if place else name)
+            collected |= ratios(value, f"{label}, {name}" if label else name)
     elif isinstance(result, list) and result and isinstance(result[0], dict):
-        for number, value in enumerate(result):
-            point = [value[name] for name in ("local_batch", "accumulation")] if "local_batch" in value else [number]
-            found |= ratios(value, f"{place} {' x '.join(map(str, point))}")
-    return found
+        for index, value in enumerate(result):
+            point = [value[name] for name in ("local_batch", "accumulation")] if "local_batch" in value else [index]
+            collected |= ratios(value, f"{label} {' x '.join(map(str, point))}")
+    return collected
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""One process of a pair that bench_ddp.py sets to work: it trains on its half of each batch when it is told to.
+"""One process of a pair that bench_ddp.py starts. It trains on its half of each batch when it gets an order.
 
     torchrun --standalone --nproc-per-node 2 ddp_step.py PORT ddp      two ranks that average their gradients
     python ddp_step.py PORT independent INDEX                          INDEX 0 and 1: two that do not communicate
 
-Both kinds run the same code below; ranks with DDP also time all-reduces when they are told to. Orders come, and results
-go, through bench_ddp.py's key-value store at PORT; a process without an order sleeps.
+Both kinds run the same code below. Ranks with DDP also time all-reduces on request. Orders and results go through the
+key-value store of bench_ddp.py at PORT. A process without an order sleeps.
 """
 
 import json
@@ -25,7 +25,7 @@ from shared import datasets, distributed, models
 
 def main(port: int, side: str, index: int = 0) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(hours=1))
-    worker = distributed.join()  # under plain `python` this joins nothing
+    worker = distributed.join()  # without torchrun there is no process group to join
     index = worker.rank if side == "ddp" else index
     device = torch.device("cuda", index) if torch.cuda.is_available() else torch.device("cpu")
     distributed.seed_everything(0)
@@ -38,12 +38,12 @@ def main(port: int, side: str, index: int = 0) -> None:
 
     for turn in count():
         key = f"{side}-{turn}"
-        order = json.loads(store.get(key))  # blocks until it is there
+        order = json.loads(store.get(key))  # blocks until the order arrives
         if order is None:
             break
         if "all_reduce" in order:
             for num_bytes in order["all_reduce"]:
-                seconds = all_reduce(num_bytes, order["times"], device)
+                seconds = time_all_reduce(num_bytes, order["times"], device)
                 store.set(f"{key}-{num_bytes}-{index}", str(seconds))
             continue
         batch_size, accumulation, steps = order
@@ -59,18 +59,18 @@ def main(port: int, side: str, index: int = 0) -> None:
 
 
 def step(model, optimizer, images, labels, batch_size: int, accumulation: int = 1) -> None:
-    """One optimizer step on `accumulation` random batches; gradients are averaged over the ranks in the last alone."""
+    """Take one optimizer step on `accumulation` random batches. Only the last one averages gradients over the ranks."""
     optimizer.zero_grad()
-    for part in range(1, accumulation + 1):
+    for number in range(1, accumulation + 1):
         rows = torch.randint(len(labels), (batch_size,), device=labels.device)
-        silent = isinstance(model, DistributedDataParallel) and part < accumulation
-        with model.no_sync() if silent else nullcontext():
+        skip_sync = isinstance(model, DistributedDataParallel) and number < accumulation
+        with model.no_sync() if skip_sync else nullcontext():
             (F.cross_entropy(model(images[rows]), labels[rows]) / accumulation).backward()
     optimizer.step()
 
 
-def all_reduce(num_bytes: int, times: int, device: torch.device) -> float:
-    """The median of the seconds that an all-reduce of so many bytes takes, after one that warms up."""
+def time_all_reduce(num_bytes: int, times: int, device: torch.device) -> float:
+    """Return the median seconds of an all-reduce of `num_bytes`, after one to warm up."""
     tensor, seconds = torch.zeros(num_bytes // 4, device=device), []
     for _ in range(times + 1):
         dist.barrier()
@@ -81,7 +81,7 @@ def all_reduce(num_bytes: int, times: int, device: torch.device) -> float:
 
 
 def clock(device: torch.device) -> float:
-    """Seconds, once all work on `device` is done."""
+    """Return the time in seconds, after all work on `device` is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,4 +1,4 @@
-"""The ranks of bench_network.py: they work through a list of orders, and the first one writes what was measured.
+"""One rank of bench_network.py: it works through a list of orders, and rank 0 writes the measurements.
 
     network_ranks.py ORDERS.json RESULTS.json
 
@@ -27,20 +27,20 @@ from torch.nn.parallel import DistributedDataParallel
 from shared import datasets, distributed, models
 
 WIRE = os.environ.get("GLOO_SOCKET_IFNAME") == "wire"  # two_nodes.sh sets it
-WARMUP, PERIOD, BATCH_SIZE = 8, 4, 64  # the batch is that of both ranks
+WARMUP, PERIOD, BATCH_SIZE = 8, 4, 64  # the batch size is over both ranks
 
 
 def main(orders: str, results: str) -> None:
     worker = distributed.join()
     groups = None
     if worker.world_size == 4:
-        inside, _ = dist.new_subgroups(group_size=2)
-        across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        groups = inside, across
+        within_node, _ = dist.new_subgroups(group_size=2)
+        across_nodes, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+        groups = within_node, across_nodes
     done = []
     for order in json.loads(Path(orders).read_text()):
         set_rate(order["mbit"])
-        measured = train(order) if order["do"] == "train" else add_up(order, *groups)
+        measured = train(order) if order["do"] == "train" else time_sum(order, *groups)
         done.append({**order, **measured})
         if worker.rank == 0:
             print(f"{order['mbit']} Mbit/s, {order['way']}: {measured['ms']:.1f} ms", flush=True)
@@ -49,24 +49,24 @@ def main(orders: str, results: str) -> None:
 
 
 def set_rate(mbit: int) -> None:
-    """Let this node's end of the wire send so many Mbit/s."""
+    """Limit this node's end of the wire to `mbit` Mbit/s."""
     if WIRE:
         limit = f"tbf rate {mbit}mbit burst 64kb latency 1s"
         subprocess.run(["tc", "qdisc", "replace", "dev", "wire", "root", *limit.split()], check=True)
 
 
-def sent() -> int:
-    """The bytes that this node has sent over the wire, by the kernel's count. Collective."""
-    dist.barrier()  # what was sent before is out now
+def sent_bytes() -> int:
+    """Return the bytes that this node has sent over the wire, by the kernel's count. Collective."""
+    dist.barrier()  # everything before it has been sent by now
     lines = Path("/proc/net/dev").read_text().splitlines() if WIRE else []
     return sum(int(line.split()[9]) for line in lines if line.strip().startswith("wire:"))
 
 
-def hook(way: str) -> tuple:
-    """What `register_comm_hook` gets for this way of sending gradients."""
+def comm_hook(way: str) -> tuple:
+    """Return the arguments of `register_comm_hook` for this way of sending gradients."""
     if way == "local SGD 4":
-        alone, _ = dist.new_subgroups(group_size=1)
-        return PostLocalSGDState(None, alone, start_localSGD_iter=WARMUP), post_localSGD_hook
+        single_rank, _ = dist.new_subgroups(group_size=1)
+        return PostLocalSGDState(None, single_rank, start_localSGD_iter=WARMUP), post_localSGD_hook
     if "PowerSGD" in way:
         state = PowerSGDState(None, matrix_approximation_rank=int(way[-1]), start_powerSGD_iter=WARMUP)
         return state, default_hooks.fp16_compress_wrapper(powerSGD_hook) if way.startswith("fp16") else powerSGD_hook
@@ -75,47 +75,47 @@ def hook(way: str) -> tuple:
 
 
 def train(order: dict) -> dict:
-    """Milliseconds and bytes a batch, after the warm-up."""
+    """Train, and return milliseconds and bytes per batch after the warm-up."""
     way, steps = order["way"], order["steps"]
     distributed.seed_everything(0)
     images, labels = datasets.digits().train.tensors
     # PowerSGD needs one bucket: its hook waits inside a callback, and gloo has two threads for all buckets' callbacks.
     model = DistributedDataParallel(models.MLP(64, 768, dropout=0), bucket_cap_mb=order["bucket_mb"])
-    model.register_comm_hook(*hook(way))
+    model.register_comm_hook(*comm_hook(way))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.15)
     if way == "local SGD 4":
         optimizer = PostLocalSGDOptimizer(optimizer, PeriodicModelAverager(PERIOD, warmup_steps=WARMUP))
-    parts = PERIOD if way == "accumulate 4" else 1
+    accumulation = PERIOD if way == "accumulate 4" else 1
     for step in range(WARMUP + steps):
         if step == WARMUP:
-            before, started = sent(), time.perf_counter()
+            before, started = sent_bytes(), time.perf_counter()
         rows = torch.randperm(len(images))[:BATCH_SIZE][dist.get_rank() :: 2]
-        last = (step + 1) % parts == 0
-        with nullcontext() if last else model.no_sync():
-            (F.cross_entropy(model(images[rows]), labels[rows]) / parts).backward()
-        if last:
+        is_last = (step + 1) % accumulation == 0
+        with nullcontext() if is_last else model.no_sync():
+            (F.cross_entropy(model(images[rows]), labels[rows]) / accumulation).backward()
+        if is_last:
             optimizer.step()
             optimizer.zero_grad()
-    wire = (sent() - before) / steps
+    wire = (sent_bytes() - before) / steps
     return {"ms": 1e3 * (time.perf_counter() - started) / steps, "wire": wire}
 
 
-def add_up(order: dict, inside: dist.ProcessGroup, across: dist.ProcessGroup) -> dict:
-    """Milliseconds and bytes of the first node for a sum of so many float32 numbers over all ranks."""
+def time_sum(order: dict, within_node: dist.ProcessGroup, across_nodes: dist.ProcessGroup) -> dict:
+    """Sum float32 numbers over all ranks, and return milliseconds and the bytes that the first node sent."""
     total = torch.randn(order["numbers"])
     part = total.new_empty(len(total) // 2)
 
     def hierarchical() -> None:
-        dist.reduce_scatter_tensor(part, total, group=inside)
-        dist.all_reduce(part, group=across)
-        dist.all_gather_into_tensor(total, part, group=inside)
+        dist.reduce_scatter_tensor(part, total, group=within_node)
+        dist.all_reduce(part, group=across_nodes)
+        dist.all_gather_into_tensor(total, part, group=within_node)
 
     reduce = hierarchical if order["way"] == "hierarchical" else lambda: dist.all_reduce(total)
-    reduce()  # connects
-    before, started = sent(), time.perf_counter()
+    reduce()  # opens the connections
+    before, started = sent_bytes(), time.perf_counter()
     for _ in range(order["times"]):
         reduce()
-    wire = (sent() - before) / order["times"]
+    wire = (sent_bytes() - before) / order["times"]
     return {"ms": 1e3 * (time.perf_counter() - started) / order["times"], "wire": wire}
 
 

@@ -1,12 +1,12 @@
-"""Do runs that are killed at random moments end where undisturbed ones do? Over the training scripts of all chapters.
+"""Check that runs that are killed at random moments end with the losses of undisturbed runs. Covers all chapters.
 
     python benchmarks/random_kills.py --torchrun 30 --ray 10
 
-Each trial draws a script, a victim and a moment from its number, so a trial can be repeated. Under torchrun a rank is
-killed, which torchrun replaces, or the whole job; on Ray, on two nodes of this machine, a worker or a node, which Ray
-Train replaces, or the driver. A job and a driver are started again with --resume. After each trial its line is added to
-results/random-kills-DEVICE.jsonl, and the page beside it is written anew: started again, the program goes on with the
-trials that are missing.
+Each trial draws a script, a victim and a moment from its number, so a trial can be repeated. Under torchrun it kills a
+rank, which torchrun replaces, or the whole job. On Ray, on two nodes on this machine, it kills a worker or a node,
+which Ray Train replaces, or the driver. It restarts a job or a driver with --resume. After each trial it appends a line
+to results/random-kills-DEVICE.jsonl and rewrites the page next to it. When started again, it continues with the missing
+trials.
 """
 
 import argparse
@@ -36,7 +36,7 @@ ROOT = HERE.parent
 LOG_STEPS = ROOT / "04-ray-in-production/log_steps.py"
 PROGRAM = ROOT / "04-ray-in-production/program"
 DEVICE = machine(quick=True)["device"]
-LIMIT_S = 900  # for whatever is waited for
+LIMIT_S = 900  # the longest wait
 NODE = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
 IMAGES = ("--model", "mlp", "--epochs", "8", "--save-every-steps", "7")
 TEXT = ("--epochs", "2", "--max-steps", "40", "--save-every-steps", "7")
@@ -48,7 +48,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Subject:
-    """A script with options, under which launcher, and how far its losses may be from the undisturbed run's."""
+    """A script with its options, its launcher, and the allowed difference from the losses of an undisturbed run."""
 
     kind: str  # torchrun or ray
     script: str
@@ -57,16 +57,16 @@ class Subject:
     tolerance: float = 0.0
 
     def command(self, folder: Path, resume: bool = False) -> list[str]:
-        """What starts it, or goes on with it, in `folder`."""
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
-        start = [sys.executable, *(words if self.kind == "torchrun" else []), LOG_STEPS, ROOT / self.script]
-        places = ["--storage-path", folder, "--metrics-out", folder / "metrics.jsonl", "--run-name", "run"]
+        """Return the command that starts the script in `folder`, or resumes it."""
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+        launch = [sys.executable, *(torchrun if self.kind == "torchrun" else []), LOG_STEPS, ROOT / self.script]
+        paths = ["--storage-path", folder, "--metrics-out", folder / "metrics.jsonl", "--run-name", "run"]
         if "program" in self.script:
-            places = ["--run-name", "run", "--config-dir", PROGRAM / "config"]
-        return [str(word) for word in (*start, *self.options, *places, *["--resume"] * resume)]
+            paths = ["--run-name", "run", "--config-dir", PROGRAM / "config"]
+        return [str(word) for word in (*launch, *self.options, *paths, *["--resume"] * resume)]
 
     def losses(self, folder: Path) -> list[float]:
-        """The losses of all steps of a run that has ended."""
+        """Read the losses of all steps of a finished run."""
         if "program" in self.script:
             lines = json.loads((folder / "logs/run/metrics.json").read_text())["epochs"]
         else:
@@ -99,22 +99,23 @@ def main() -> None:
     for kind, number in (("torchrun", args.torchrun), ("ray", args.ray)):
         missing = sorted({*range(number)} - {trial["number"] for trial in done if trial["kind"] == kind})
         with ray_nodes() if kind == "ray" and missing else contextlib.nullcontext() as nodes:
-            for each in missing:
-                subject = [subject for subject in SUBJECTS if subject.kind == kind]
-                done.append(trial(subject[each % len(subject)], each, nodes, undisturbed))
+            for trial_number in missing:
+                subjects = [subject for subject in SUBJECTS if subject.kind == kind]
+                subject = subjects[trial_number % len(subjects)]
+                done.append(run_trial(subject, trial_number, nodes, undisturbed))
                 with open(path, "a") as file:
                     file.write(json.dumps(done[-1]) + "\n")
                 path.with_suffix(".md").write_text(report(done))
-                print(in_words(done[-1]), flush=True)
+                print(describe(done[-1]), flush=True)
     print(f"\n{report(done)}\nwritten: {path} and .md")
     sys.exit(any(trial["losses_of_data"] for trial in done))
 
 
 @contextlib.contextmanager
 def ray_nodes() -> Iterator[Cluster]:
-    """A Ray cluster on this machine: a head without CPUs, and two nodes of one CPU each."""
+    """Run a Ray cluster on this machine: a head without CPUs and two nodes with one CPU each."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        os.environ["RAY_TMPDIR"] = folder  # or it would take the place of another Ray of this machine in Ray's notes
+        os.environ["RAY_TMPDIR"] = folder  # otherwise this cluster would replace a running one in Ray's address file
         os.environ["RAY_TRAIN_ENABLE_PREEMPTION_WATCHER"] = "0"
         nodes = Cluster(
             initialize_head=True,
@@ -127,41 +128,41 @@ def ray_nodes() -> Iterator[Cluster]:
             nodes.shutdown()
 
 
-def trial(subject: Subject, number: int, nodes: Cluster | None, undisturbed: dict) -> dict:
-    """One run with one kill, as a line of the result."""
-    draw = random.Random(f"{subject.kind} {number}")
-    victim = draw.choice(VICTIMS[subject.kind])
-    after, delay = draw.randrange(1, subject.steps), draw.random() / 5
+def run_trial(subject: Subject, number: int, nodes: Cluster | None, undisturbed: dict) -> dict:
+    """Run a script, kill something once, and return a line of the result."""
+    rng = random.Random(f"{subject.kind} {number}")
+    victim = rng.choice(VICTIMS[subject.kind])
+    kill_step, delay = rng.randrange(1, subject.steps), rng.random() / 5
     if subject not in undisturbed:
-        with started(subject, nodes) as (folder, run):
+        with running(subject, nodes) as (folder, run):
             assert run.wait(LIMIT_S) == 0, (folder / "output").read_text()
             undisturbed[subject] = subject.losses(folder)
     expected = undisturbed[subject]
-    with started(subject, nodes) as (folder, run):
-        wait_until(lambda: len(steps(folder)) >= after, run, folder)
+    with running(subject, nodes) as (folder, run):
+        wait_until(lambda: len(read_steps(folder)) >= kill_step, run, folder)
         time.sleep(delay)
-        before, killed = steps(folder), time.time()
+        before, kill_time = read_steps(folder), time.time()
         if ended := run.poll() is not None:
             victim = "none: it had ended"
         elif victim in ("job", "driver"):
-            below = psutil.Process(run.pid).children(recursive=True)
+            children = psutil.Process(run.pid).children(recursive=True)
             run.kill()
-            for process in below:
+            for process in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
             run.wait()
-            psutil.wait_procs(processes("ray::RayTrainWorker"), timeout=LIMIT_S)
+            psutil.wait_procs(find_processes("ray::RayTrainWorker"), timeout=LIMIT_S)
             run = start(subject, folder, nodes, resume=True)
         elif victim == "node":
-            nodes.remove_node(draw.choice(sorted(nodes.worker_nodes, key=str)), allow_graceful=False)
+            nodes.remove_node(rng.choice(sorted(nodes.worker_nodes, key=str)), allow_graceful=False)
             nodes.add_node(**NODE)
         else:
             name = "ray::RayTrainWorker" if victim == "worker" else str(ROOT / subject.script)
-            draw.choice(processes(name, below=run.pid if victim == "rank" else None)).kill()
+            rng.choice(find_processes(name, ancestor=run.pid if victim == "rank" else None)).kill()
         assert run.wait(LIMIT_S) == 0, (folder / "output").read_text()
-        losses, later = subject.losses(folder), steps(folder)[len(before) :]
-    # What lives goes on for a step or two: the longest pause from the kill on is the one that it caused.
-    moments = [(killed, before[-1][1]), *later]
+        losses, after = subject.losses(folder), read_steps(folder)[len(before) :]
+    # The surviving processes may take another step or two, so the kill caused the longest pause after it.
+    moments = [(kill_time, before[-1][1]), *after]
     pauses = [(b[0] - a[0], a[1] - b[1] + 1) for a, b in itertools.pairwise(moments)]
     seconds, replayed = (0.0, 0) if ended or not pauses else max(pauses)
     difference = max((abs(a - b) for a, b in zip(losses, expected, strict=False)), default=0.0)
@@ -181,21 +182,21 @@ def trial(subject: Subject, number: int, nodes: Cluster | None, undisturbed: dic
 
 
 @contextlib.contextmanager
-def started(subject: Subject, nodes: Cluster | None) -> Iterator[tuple[Path, subprocess.Popen]]:
-    """A folder and the run that was started in it; nothing is left of it at the end."""
+def running(subject: Subject, nodes: Cluster | None) -> Iterator[tuple[Path, subprocess.Popen]]:
+    """Start a run in a new folder, and yield both. At the end, remove the folder and kill the run's processes."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         run = start(subject, folder, nodes)
         try:
             yield folder, run
         finally:
-            for process in [process for process in psutil.Process().children() if process.is_running()]:
+            for process in [child for child in psutil.Process().children() if child.is_running()]:
                 if folder.as_posix() in " ".join(process.cmdline()):
                     process.kill()
 
 
 def start(subject: Subject, folder: Path, nodes: Cluster | None, resume: bool = False) -> subprocess.Popen:
-    """Start the script; its output goes into the file `output`."""
+    """Start the script, with its output in the file `output`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "STEPS_LOG": str(folder / "steps"), "CUDA_VISIBLE_DEVICES": ""}
     environment |= {"RAY_ADDRESS": nodes.address} if nodes else {}
     with open(folder / "output", "a") as output:
@@ -204,33 +205,33 @@ def start(subject: Subject, folder: Path, nodes: Cluster | None, resume: bool = 
         )
 
 
-def steps(folder: Path) -> list[tuple[float, int]]:
-    """(time, number) of each step so far."""
+def read_steps(folder: Path) -> list[tuple[float, int]]:
+    """Return (time, step) of each step so far."""
     log = folder / "steps"
     lines = log.read_text().splitlines() if log.exists() else []
     return [(float(line.split()[0]), int(line.split()[1])) for line in lines]
 
 
 def wait_until(reached: Callable[[], bool], run: subprocess.Popen, folder: Path) -> None:
-    """Wait until `reached` says so, or the run has ended."""
+    """Wait until `reached` returns true or the run has ended."""
     deadline = time.monotonic() + LIMIT_S
     while not reached() and run.poll() is None:
         assert time.monotonic() < deadline, (folder / "output").read_text()
         time.sleep(0.02)
 
 
-def processes(name: str, below: int | None = None) -> list[psutil.Process]:
-    """The processes below this one, or below another, whose command line holds `name`, innermost ones."""
-    found = []
-    for process in psutil.Process(below).children(recursive=True):
+def find_processes(name: str, ancestor: int | None = None) -> list[psutil.Process]:
+    """Return the childless descendants of a process whose command line contains `name`. ancestor: default this one."""
+    matches = []
+    for process in psutil.Process(ancestor).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has just ended
             if name in " ".join(process.cmdline()) and not process.children():
-                found.append(process)
-    return found
+                matches.append(process)
+    return matches
 
 
-def in_words(trial: dict) -> str:
-    """A trial in one line."""
+def describe(trial: dict) -> str:
+    """Describe a trial in one line."""
     return (
         f"{trial['kind']} {trial['number']}: {trial['script']}, {trial['victim']} killed after step "
         f"{trial['killed_after_step']}, {trial['replayed_steps']} replayed, next step after "
@@ -239,7 +240,7 @@ def in_words(trial: dict) -> str:
 
 
 def report(trials: list[dict]) -> str:
-    """All trials as a Markdown page."""
+    """Render all trials as a Markdown page."""
     lost, dates = sum(trial["losses_of_data"] for trial in trials), sorted({trial["date"] for trial in trials})
     page = f"""# Runs killed at random on {DEVICE}, {" to ".join(dict.fromkeys([dates[0], dates[-1]]))}
 
@@ -251,13 +252,13 @@ every seven steps. **{lost} of {len(trials)} ended with other losses than the un
 |---|---|---:|---:|---:|---:|
 """
     groups: dict[tuple, list[dict]] = {}
-    for each in trials:
-        groups.setdefault((f"{each['script']} {each['model']}".strip(), each["victim"]), []).append(each)
+    for trial in trials:
+        groups.setdefault((f"{trial['script']} {trial['model']}".strip(), trial["victim"]), []).append(trial)
     for (script, victim), group in sorted(groups.items()):
-        replayed = [each["replayed_steps"] for each in group]
-        seconds = [each["seconds_to_next_step"] for each in group]
+        replayed = [trial["replayed_steps"] for trial in group]
+        seconds = [trial["seconds_to_next_step"] for trial in group]
         page += f"| {script} | {victim} | {len(group)} | {max(replayed)}, {median(replayed):.0f} "
-        page += f"| {max(seconds):.0f}, {median(seconds):.0f} | {sum(each['losses_of_data'] for each in group)} |\n"
+        page += f"| {max(seconds):.0f}, {median(seconds):.0f} | {sum(trial['losses_of_data'] for trial in group)} |\n"
     return page
 
 

@@ -1,10 +1,10 @@
-"""Train the same five times, started in five ways, and draw the losses over each other: the figure of README.md.
+"""Start the same training in five ways and plot the losses over each other. Makes the figure in README.md.
 
     python benchmarks/same_curve.py [--out FOLDER]
 
-One process, two ranks, four ranks, two Ray workers, and two ranks of which one is killed on the way: in float64, by
-train_ddp.py and train_ray_ddp.py as they are. Writes same-curve.svg and same-curve.json; ends with an error where a
-loss is more than 1e-9 from that of one process.
+The runs: one process, two ranks, four ranks, two Ray workers, and two ranks of which one is killed during training.
+All use float64, with train_ddp.py and train_ray_ddp.py as they are. Writes same-curve.svg and same-curve.json, and
+fails if a loss differs by more than 1e-9 from that of one process.
 """
 
 import argparse
@@ -36,12 +36,12 @@ RUNS = {
     "torchrun, 2 ranks, one of them killed": [*TORCHRUN, "2", DDP, "--save-every-steps", "5"],
 }
 OPTIONS = ["--epochs", "1", "--precision", "fp64", "--seed", "7", "--run-name", "run"]
-KILLED_AFTER = 10  # steps; the last run loses a rank as soon as their checkpoint is there
+KILLED_AFTER = 10  # steps; the last run loses a rank as soon as the checkpoint of this step exists
 TOLERANCE = 1e-9
 
 
 def losses(command: list, folder: Path, kill: bool) -> list[float]:
-    """The loss of each step. Raises CalledProcessError where the run fails."""
+    """Train, and return the loss of each step. Raises CalledProcessError if the run fails."""
     metrics = folder / "metrics.jsonl"
     command = [*map(str, command), *OPTIONS, "--storage-path", str(folder), "--metrics-out", str(metrics)]
     with open(folder / "output", "w") as output:
@@ -54,12 +54,12 @@ def losses(command: list, folder: Path, kill: bool) -> list[float]:
     if code := process.wait():
         print((folder / "output").read_text(), file=sys.stderr)
         raise subprocess.CalledProcessError(code, command)
-    assert not kill or "resuming from" in (folder / "output").read_text(), "nothing was resumed"
+    assert not kill or "resuming from" in (folder / "output").read_text(), "the run did not resume"
     return [loss for line in metrics.read_text().splitlines() for loss in json.loads(line)["step_losses"]]
 
 
 def draw(series: dict[str, list[float]], path: Path) -> None:
-    """The curves over each other on the left, what lies between them and the first on the right."""
+    """Plot the curves over each other on the left, and their differences from the first one on the right."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", width_ratios=(1.1, 1))
     first = next(iter(series.values()))
     for number, (label, values) in enumerate(series.items()):
@@ -77,7 +77,7 @@ def draw(series: dict[str, list[float]], path: Path) -> None:
     right.text(1, TOLERANCE * 1.6, "what the tests allow", fontsize=9)
     right.set(yscale="log", ylim=(3e-18, 1e-7))
     left.set_title("Five runs, one curve", loc="left", fontsize=11)
-    right.set_title("How far they lie from one process (0 drawn as $10^{-17}$)", loc="left", fontsize=11)
+    right.set_title("Difference from one process (0 drawn as $10^{-17}$)", loc="left", fontsize=11)
     left.set(xlabel="step", ylabel="training loss")
     right.set(xlabel="step", ylabel="difference in loss")
     left.legend(frameon=False, fontsize=9, loc="upper right")
@@ -85,7 +85,7 @@ def draw(series: dict[str, list[float]], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    plt.rcParams["svg.hashsalt"] = "same-curve"  # else every drawing differs from the one before
+    plt.rcParams["svg.hashsalt"] = "same-curve"  # otherwise each drawing of the same data would differ
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -101,8 +101,8 @@ def main() -> None:
         gap = max(abs(a - b) for a, b in zip(series[label], series["one process"], strict=True))
         print(f"{label:40} {len(series[label])} steps, at most {gap:.1e} from one process", flush=True)
         assert gap < TOLERANCE
-    about = {"date": f"{date.today()}", **machine(quick=True), "ray": version("ray"), "step_losses": series}
-    (out / "same-curve.json").write_text(json.dumps(about, indent=1) + "\n")
+    record = {"date": f"{date.today()}", **machine(quick=True), "ray": version("ray"), "step_losses": series}
+    (out / "same-curve.json").write_text(json.dumps(record, indent=1) + "\n")
     draw(series, out / "same-curve.svg")
 
 

@@ -1,9 +1,10 @@
-"""One run of check_regression.py: CHECKOUT's train_ddp.py as it is; FILE gets the seconds of each optimizer step.
+"""Run CHECKOUT's train_ddp.py unchanged, and write the seconds of each optimizer step to FILE.
 
     torchrun --standalone --nproc-per-node 2 step_times.py CHECKOUT FILE OPTIONS...
 
-The seconds are those between two steps of rank 0, so the first step has none; that after an epoch's end has validation
-in it. FILE, in JSON, also gets the versions. `shared` must be CHECKOUT's, or nothing is measured.
+check_regression.py uses this for each run. The times are those between two steps of rank 0. So the first step has none,
+and the first step of a later epoch includes validation. FILE is JSON and also contains the versions. Fails if `shared`
+is not CHECKOUT's own.
 """
 
 import json
@@ -23,24 +24,24 @@ import shared
 
 def main(checkout: str, file: str, *options: str) -> None:
     expected, imported = Path(checkout, "shared").resolve(), Path(shared.__path__[0]).resolve()
-    assert imported == expected, f"shared is that of {imported}, not that of {expected}"
+    assert imported == expected, f"shared is imported from {imported}, not from {expected}"
     moments, ranks = [], []
 
-    def note(*_: object) -> None:
+    def record_step(*_: object) -> None:
         if torch.cuda.is_initialized():
-            torch.cuda.synchronize()  # or it would be the moment at which the step was asked for
+            torch.cuda.synchronize()  # otherwise this would be the moment at which the step was launched
         moments.append(time.perf_counter())
         ranks[:] = [torch.distributed.get_rank() if torch.distributed.is_initialized() else 0]
 
-    register_optimizer_step_post_hook(note)
+    register_optimizer_step_post_hook(record_step)
     script = Path(checkout, "01-ddp-pytorch-only/train_ddp.py")
     sys.argv = [str(script), *options]
     runpy.run_path(str(script), run_name="__main__")
     if ranks == [0]:
         versions = {name: version(name) for name in ("torch", "numpy")}
-        known = {"python": platform.python_version(), **versions}
+        versions = {"python": platform.python_version(), **versions}
         seconds = [after - before for before, after in pairwise(moments)]
-        Path(file).write_text(json.dumps({"known": known, "step_seconds": seconds}))
+        Path(file).write_text(json.dumps({"known": versions, "step_seconds": seconds}))
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_a_checkout_that_sleeps_in_each_step_raises_the_alarm(checkout):
     with open(new / "shared/sampling.py", "a") as file:
         file.write(SLOWLY)
     said = call(SCRIPT, old, new, "--pairs", 1, "--steps", 4, code=1)
-    assert "1 pair of 4 steps" in said and "drawn by seed 0" in said
+    assert "1 pair of 4 steps" in said and "drawn with seed 0" in said
     assert f"old  {old}, " in said and f"new  {new}, " in said
     (pair,) = (line.split() for line in said.splitlines() if line.startswith("pair "))
     assert pair[2] == "old" and float(pair[-3].rstrip(",")) >= SLEEP_S
@@ -136,7 +136,7 @@ def test_a_run_by_another_shared_is_refused(tmp_path):
     done = subprocess.run(
         [sys.executable, step_times, tmp_path, tmp_path / "steps.json"], env=environment, capture_output=True, text=True
     )
-    assert done.returncode == 1 and f"not that of {tmp_path / 'shared'}" in done.stderr
+    assert done.returncode == 1 and f"not from {tmp_path / 'shared'}" in done.stderr
     assert not (tmp_path / "steps.json").exists()
 
 
@@ -165,7 +165,7 @@ def test_files_are_compared_by_their_ratios(result):
     slower = result("slower", one_process={"ratio": 0.8})
     said = call(SCRIPT, old, slower, code=1)
     assert "one_process: 1.000, then 0.800  <- slower" in said
-    assert "ALARM: at worst (one_process), beside its baseline, it takes 1.250 times as long" in said
+    assert "ALARM: at worst (one_process), relative to its baseline, it takes 1.250 times as long" in said
     assert "fine: " in call(SCRIPT, slower, old, code=0)  # faster
 
 
@@ -180,18 +180,18 @@ def test_files_of_two_kinds_are_refused(result):
 def test_the_committed_results_are_files_that_it_reads(check):
     for kind in ("ddp", "ray", "sharded"):
         for path in (ROOT / "benchmarks/results").glob(f"{kind}-*.json"):
-            assert len(check.ratios(check.read(path))) >= 5
+            assert len(check.ratios(check.read_result(path))) >= 5
             assert not check.compare_files(path, path)
 
 
 def test_what_is_refused(tmp_path, result):
     assert "does not exist" in refused(ROOT, tmp_path / "nope")
-    assert "is no checkout of this repository: it has no 01-ddp-pytorch-only/train_ddp.py" in refused(tmp_path, ROOT)
+    assert "is not a checkout of this repository: it has no 01-ddp-pytorch-only/train_ddp.py" in refused(tmp_path, ROOT)
     assert "not one of each" in refused(ROOT, result("old"))
     (tmp_path / "text").write_text("{")
-    assert "text is no JSON" in refused(tmp_path / "text", result("old"))
+    assert "text is not JSON" in refused(tmp_path / "text", result("old"))
     (tmp_path / "list").write_text("[]")
     assert "has no ratios" in refused(tmp_path / "list", result("old"))
-    assert "--pairs: 0 is not above 0 (--help says more)" in refused(ROOT, ROOT, "--pairs", "0")
-    assert "--steps 3 are too few" in refused(ROOT, ROOT, "--steps", "3")
+    assert "--pairs: 0 is not above 0 (see --help)" in refused(ROOT, ROOT, "--pairs", "0")
+    assert "--steps 3 is too few" in refused(ROOT, ROOT, "--steps", "3")
     assert "the following arguments are required: NEW" in refused(ROOT)

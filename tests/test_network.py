@@ -28,8 +28,8 @@ def bench(monkeypatch):
 
 @pytest.fixture
 def two_nodes(bench):
-    if problem := bench.refused():
-        pytest.skip(f"no networks of one's own on this machine: {problem}")
+    if problem := bench.unavailable_reason():
+        pytest.skip(f"no private network namespaces on this machine: {problem}")
     return bench
 
 
@@ -50,7 +50,7 @@ def test_where_it_is_refused_it_says_so_and_writes_nothing(bench, tmp_path, monk
 
 def test_a_machine_without_unshare_is_told_so(bench, monkeypatch):
     monkeypatch.setattr(bench, "OWN_NETWORK", ["no-such-program"])
-    assert "no-such-program" in bench.refused()
+    assert "no-such-program" in bench.unavailable_reason()
 
 
 def test_what_was_started_ends_with_the_script(two_nodes, tmp_path):
