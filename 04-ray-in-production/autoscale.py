@@ -176,7 +176,7 @@ def train_and_watch(folder: str, address: str) -> tuple[list[dict], float, float
 
 
 def time_of(changes: list[dict], nodes: int) -> float:
-    """Return when there were first this many nodes, in seconds since the start."""
+    """Return when the number of nodes first was `nodes`, in seconds since the start."""
     return next((change["seconds"] for change in changes if change["nodes"] == nodes), float("nan"))
 
 

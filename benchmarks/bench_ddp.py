@@ -27,7 +27,7 @@ GOAL_ONE, GOAL_TWO = 0.97, 0.90
 ACCUMULATED = {(32, n) for n in (1, 2, 4, 8)}  # (local batch, accumulation)
 LARGER = {(16 * 2**n, 1) for n in range(9 if torch.cuda.is_available() else 5)}
 ALL_REDUCE_BYTES, ALL_REDUCE_TIMES = (4, 4_000, 400_000, 4_000_000, 45_000_000, 128_000_000), 15
-# About how many samples each process takes per turn, in at most how many optimizer steps: some three seconds.
+# Samples per process in a turn, and the maximum number of optimizer steps: some three seconds.
 TURN_SAMPLES, TURN_STEPS = (65536, 400) if torch.cuda.is_available() else (512, 16)
 
 

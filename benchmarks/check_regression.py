@@ -64,7 +64,7 @@ def at_least_one(text: str) -> int:
 
 
 def main() -> bool:
-    """Compare as the command line says, and return whether there is an alarm."""
+    """Run the comparison that the command line selects, and return whether there is an alarm."""
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, metavar="OLD", help="a checkout or a result file")
     parser.add_argument("new", type=Path, metavar="NEW", help="another one to compare with OLD")

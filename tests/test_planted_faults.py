@@ -80,5 +80,5 @@ def test_a_node_that_has_frozen(cluster, tmp_path):
     found = {item["name"]: item for item in json.loads(said[said.index("[\n") :])}
     assert {name for name, item in found.items() if item["ok"]} == {"clocks", "packages", "disks", "storage", "GPUs"}
     assert found["nodes"]["seen"].startswith("no worker answered in 60 s on ")
-    assert found["nodes"]["fix"] == "look into its raylet's log; stop it"
+    assert found["nodes"]["fix"] == "check its raylet's log; stop it"
     assert found["training"]["seen"] == "not tried"

@@ -208,7 +208,7 @@ def check_nodes(checklist: Checklist, args: argparse.Namespace, name: str) -> bo
         if silent:
             silent_nodes = ", ".join(names[requests[request]] for request in silent)
             waited = f"no worker answered in {args.patience} s"
-            raise Failed(f"{waited} on {silent_nodes}", "look into its raylet's log; stop it")
+            raise Failed(f"{waited} on {silent_nodes}", "check its raylet's log; stop it")
         if args.nodes and len(alive) != args.nodes:
             raise Failed(f"{len(alive)} of {args.nodes}", "`ray status`; on the missing one: can it reach the head?")
         return f"{len(alive)}, a worker process on each"
@@ -301,7 +301,7 @@ def check_training(checklist: Checklist, args: argparse.Namespace, folder: str, 
     def metrics() -> str:
         step = fit.result().metrics["step"]
         if step != STEPS:
-            raise Failed(f"the driver received step {step} of {STEPS}", "look into the controller's log")
+            raise Failed(f"the driver received step {step} of {STEPS}", "check the controller's log")
         return f"{STEPS} reports, the last of step {step}"
 
     def weights() -> str:
@@ -325,7 +325,7 @@ def check_training(checklist: Checklist, args: argparse.Namespace, folder: str, 
     def recovery() -> str:
         resumed_from = fit.result().return_value[0]["resumed_from"]
         if resumed_from == 0:
-            raise Failed("the workers started from scratch", "look into the controller's log")
+            raise Failed("the workers started from scratch", "check the controller's log")
         return f"a worker was killed, and the others continued with a new one after step {resumed_from}"
 
     def busy() -> str:
