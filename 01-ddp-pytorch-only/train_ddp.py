@@ -18,8 +18,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from shared import checkpoint, distributed, options, runs, sampling, script, tasks
+from shared import checkpoint, distributed, options, sampling, script, tasks
 from shared.progress import Progress, write_metrics
+from shared.restarts import RestartableRun
 
 TASKS = (tasks.ImageTask, tasks.TextTask)
 
@@ -27,7 +28,7 @@ TASKS = (tasks.ImageTask, tasks.TextTask)
 def main() -> None:
     args = options.training_parser(__doc__, TASKS).parse_args()
     worker = distributed.join()
-    run = runs.Run.from_args(args)
+    run = RestartableRun.from_args(args)
 
     # [1] Find whatever can be wrong before the first step, on all ranks together.
     state = None
@@ -35,7 +36,7 @@ def main() -> None:
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
         if worker.rank == 0:
-            state = run.claim(args, worker)
+            state = run.open_or_resume(args, worker)
     task = tasks.build(TASKS, args, worker)
     script.stop_on_signals(worker, run)
 
@@ -59,7 +60,8 @@ def main() -> None:
     if dist.is_initialized():
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        distributed.warm_up_ddp_buckets(ddp_model, task.to_device(sampling.empty_batch(task.splits.train))[0])
+        inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
+        distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
     if not resumed:
@@ -67,17 +69,17 @@ def main() -> None:
 
     # [5] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        measured = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
-        if progress.inside_epoch:  # interrupted by --save-every-steps
+        extra_metrics = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
+        if progress.interrupted:  # by --save-every-steps
             save(run, worker, model, optimizer, scheduler, progress)
             continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         metrics = progress.finish_epoch({
             **evaluate(model, val_loader, task),
-            **measured,
+            **extra_metrics,
             "world_size": worker.world_size,
         })  # fmt: skip
-        if progress.position == 0:
+        if progress.epoch_complete:
             scheduler.step()
         save(run, worker, model, optimizer, scheduler, progress)
         if worker.rank == 0:
@@ -93,24 +95,24 @@ def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
 ) -> dict:  # fmt: skip
-    """Train to the end of the epoch, or to where --save-every-steps or --max-steps ends it before.
+    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
 
-    Returns what the task has measured.
+    Returns the metrics that the task adds.
     """
     model.train()
-    for count, batch in progress.batches(loader):
+    for global_count, batch in progress.batches(loader):
         inputs, targets = task.to_device(batch)
         optimizer.zero_grad()
-        task.watch(progress, model, optimizer)
+        task.before_step(progress, model, optimizer)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
             logits = model(inputs)
         # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
-        loss = task.loss(logits, targets) / count
+        loss = task.loss(logits, targets) / global_count
         (loss * worker.world_size).backward()
         optimizer.step()
-        progress.add_step(loss, count)
-    progress.end_part()  # one all-reduce for all losses, not one per step
-    return task.measured(progress, model, optimizer)
+        progress.add_step(loss, global_count)
+    progress.finish_steps()  # one all-reduce for all losses, not one per step
+    return task.extra_metrics(progress, model, optimizer)
 
 
 @torch.no_grad()
@@ -120,12 +122,14 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
         inputs, targets = task.to_device(batch)
-        totals += task.totals(model(inputs), targets)
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
+            logits = model(inputs)
+        totals += task.metric_sums(logits, targets)
     loss, correct, samples = distributed.global_sum(totals).tolist()
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(run: runs.Run, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress) -> None:
+def save(run: RestartableRun, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress) -> None:
     """Rank 0 writes the whole state and keeps the two newest. The others send it their random generators."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
     run.save(state, worker)

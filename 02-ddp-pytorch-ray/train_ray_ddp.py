@@ -21,21 +21,21 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from shared import checkpoint, distributed, options, sampling, script, tasks
-from shared.on_ray import cluster, storage, workers
+from shared.on_ray import cluster, command_line, storage, workers
 from shared.progress import Progress, write_metrics
 
 TASKS = (tasks.ImageTask, tasks.TextTask)
 
 
 def main() -> None:
-    args = options.ray_parser(__doc__, TASKS, elastic=True).parse_args()
+    args = command_line.elastic_parser(__doc__, TASKS).parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
     run = storage.RayRun.from_args(args)
 
     # [1] Find whatever can be wrong before a worker starts.
     with distributed.fail_together():
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers), args.max_workers)
-        run.claim(args, driver)
+        run.open_or_resume(args, driver)
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     elastic = args.max_workers > args.num_workers  # when nodes come or go, as many workers as there is room for
     use_gpu = cluster.start(args.num_workers, args.use_gpu, elastic=elastic)
@@ -81,7 +81,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [4] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
     progress = Progress(args, worker, len(task.splits.train), run.options)
-    _, state = run.newest_state(worker)
+    _, state = run.load_on_all_ranks(worker)
     if resumed := state is not None:
         with distributed.fail_together():
             progress.load_state_dict(checkpoint.restore(state, model, optimizer, scheduler, worker))
@@ -92,7 +92,8 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # [5] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
-        distributed.warm_up_ddp_buckets(ddp_model, task.to_device(sampling.empty_batch(task.splits.train))[0])
+        inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
+        distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
     # Ray's own sampler would pad, and a single worker would get none. Ray keeps ours, and moves the batches.
@@ -102,17 +103,17 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [6] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        measured = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
-        if progress.inside_epoch:  # interrupted by --save-every-steps
+        extra_metrics = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
+        if progress.interrupted:  # by --save-every-steps
             save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         metrics = progress.finish_epoch({
             **evaluate(model, val_loader, task),
-            **measured,
+            **extra_metrics,
             "world_size": worker.world_size,
         })  # fmt: skip
-        if progress.position == 0:
+        if progress.epoch_complete:
             scheduler.step()
         save(worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
@@ -124,24 +125,24 @@ def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
 ) -> dict:  # fmt: skip
-    """Train to the end of the epoch, or to where --save-every-steps or --max-steps ends it before.
+    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
 
-    Returns what the task has measured.
+    Returns the metrics that the task adds.
     """
     model.train()
-    for count, batch in progress.batches(loader):
+    for global_count, batch in progress.batches(loader):
         inputs, targets = task.to_device(batch)
         optimizer.zero_grad()
-        task.watch(progress, model, optimizer)
+        task.before_step(progress, model, optimizer)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
             logits = model(inputs)
         # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
-        loss = task.loss(logits, targets) / count
+        loss = task.loss(logits, targets) / global_count
         (loss * worker.world_size).backward()
         optimizer.step()
-        progress.add_step(loss, count)
-    progress.end_part()  # one all-reduce for all losses, not one per step
-    return task.measured(progress, model, optimizer)
+        progress.add_step(loss, global_count)
+    progress.finish_steps()  # one all-reduce for all losses, not one per step
+    return task.extra_metrics(progress, model, optimizer)
 
 
 @torch.no_grad()
@@ -151,7 +152,9 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
         inputs, targets = task.to_device(batch)
-        totals += task.totals(model(inputs), targets)
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
+            logits = model(inputs)
+        totals += task.metric_sums(logits, targets)
     loss, correct, samples = distributed.global_sum(totals).tolist()
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 

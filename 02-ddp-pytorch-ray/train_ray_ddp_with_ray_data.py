@@ -26,7 +26,7 @@ from torchvision.transforms import v2
 import ray_images
 import shared
 from shared import checkpoint, distributed, options, sampling, script, tasks
-from shared.on_ray import cluster, storage, workers
+from shared.on_ray import cluster, command_line, storage, workers
 from shared.progress import Progress, write_metrics
 
 TASKS = (tasks.ImageTask,)
@@ -34,9 +34,9 @@ TASKS = (tasks.ImageTask,)
 
 def main() -> None:
     # No BatchNorm: whichever rows a worker gets, its last batch may be a single sample, which has no variance.
-    parser = options.ray_parser(__doc__, TASKS, models=("resnet18", "resnet8", "mlp"))
+    parser = command_line.ray_parser(__doc__, TASKS, models=("resnet18", "resnet8", "mlp"))
     add = parser.add_argument
-    add("--data-uri", dest="dataset", type=options.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
+    add("--data-uri", dest="dataset", type=command_line.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
         help="in place of --dataset: a path or URI with train/ and val/ in it, each of them Parquet files with the "
         "columns image and label, or pictures in a folder for each label")  # fmt: skip
     add("--image-size", type=options.positive_int, metavar="PIXELS",
@@ -56,7 +56,7 @@ def main() -> None:
         splits = ray_images.find(args.dataset, args.data_dir, args.image_size)
         classes = splits["train"].classes if isinstance(splits, dict) else None
         run = storage.RayRun.from_args(args, classes=classes)  # a run that is resumed must have the same ones
-        run.claim(args, driver)
+        run.open_or_resume(args, driver)
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu, spare_cpus=1, packages=(shared, ray_images))
 
@@ -103,11 +103,12 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
 
     # [5] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
     progress = Progress(args, worker, images.num_samples, run.options)
-    _, state = run.newest_state(worker)
+    _, state = run.load_on_all_ranks(worker)
     if resumed := state is not None:
         with distributed.fail_together():
-            progress.load_state_dict(checkpoint.restore(state, model, optimizer, scheduler, worker))
+            restored = checkpoint.restore(state, model, optimizer, scheduler, worker)
         # The stream cannot be entered in its middle: an epoch that was cut short starts again, with its steps taken.
+        progress.load_state_dict({**restored, "position": 0})
         progress.begin_epoch()
         if worker.rank == 0:
             worker.log(f"continuing after step {progress.step}")
@@ -116,7 +117,8 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
     # [6] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
-        distributed.warm_up_ddp_buckets(ddp_model, torch.empty(0, *images.image_shape).to(worker.device, task.dtype))
+        inputs, targets = task.to_device([torch.empty(0, *images.image_shape), torch.empty(0, dtype=torch.long)])
+        distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     if not resumed:
         save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
@@ -128,7 +130,7 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
             "world_size": worker.world_size,
         })  # fmt: skip
         metrics["samples_seen"] = seen_once
-        if progress.position == 0:
+        if progress.epoch_complete:
             scheduler.step()
         save(worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
@@ -153,13 +155,13 @@ def train_epoch(
         batch_size=local_batch_size, device=worker.device,
         local_shuffle_buffer_size=8 * local_batch_size, local_shuffle_seed=args.seed + progress.epoch,
     ), task.splits, worker.device)  # fmt: skip
-    progress.begin_part()
+    progress.start_steps()
     while args.max_steps is None or progress.step + len(progress.losses) < args.max_steps:
         # Ranks have different numbers of rows: all continue, some with empty batches, until the last has none left.
         inputs, targets = task.to_device(next(batches, batches.empty))
         # A second, tiny all-reduce per step, which a GPU waits for: the price of using every row.
-        count = int(distributed.global_sum(torch.tensor(len(targets), device=worker.device)))
-        if count == 0:
+        global_count = int(distributed.global_sum(torch.tensor(len(targets), device=worker.device)))
+        if global_count == 0:
             # An epoch is over when the stream is: with a filter in it, nobody knows beforehand how long it is.
             progress.num_samples = progress.position + sum(progress.counts)
             break
@@ -167,13 +169,13 @@ def train_epoch(
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=args.precision == "bf16"):
             logits = model(inputs)
         # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
-        loss = task.loss(logits, targets) / count
+        loss = task.loss(logits, targets) / global_count
         (loss * worker.world_size).backward()
         optimizer.step()
-        progress.add_step(loss, count)
+        progress.add_step(loss, global_count)
     with distributed.fail_together():
         batches.check()  # every image could be read
-    progress.end_part()  # one all-reduce for all losses, not one per step
+    progress.finish_steps()  # one all-reduce for all losses, not one per step
     # Our proof, by ids. Your own data set has none: its samples are counted.
     return progress.position if batches.seen is None else int((distributed.global_sum(batches.seen) == 1).sum())
 
@@ -187,7 +189,9 @@ def evaluate(model: nn.Module, shard: ray.data.DataIterator, batch_size: int, ta
     batches = ray_images.Stream(batches, task.splits, task.device)
     for batch in batches:
         inputs, targets = task.to_device(batch)
-        totals += task.totals(model(inputs), targets)
+        with torch.autocast(task.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
+            logits = model(inputs)
+        totals += task.metric_sums(logits, targets)
     with distributed.fail_together():
         batches.check()
     loss, correct, samples = distributed.global_sum(totals).tolist()

@@ -25,14 +25,14 @@ from torch.utils.data import DataLoader
 import shared
 import zero
 from shared import distributed, measure, models, options, sampling, script, tasks
-from shared.on_ray import cluster, storage, workers
+from shared.on_ray import cluster, command_line, storage, workers
 from shared.progress import Progress, write_metrics
 
 TASKS = (tasks.TextTask,)
 
 
 def main() -> None:
-    parser = options.ray_parser(__doc__, TASKS, precisions={
+    parser = command_line.ray_parser(__doc__, TASKS, precisions={
         "fp32": "everything in float32",
         "bf16": "weights, gradients and activations, with a float32 copy of the weights in the optimizer",
         "fp16": "as bf16, with loss scaling; on GPUs",
@@ -50,7 +50,7 @@ def main() -> None:
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers))
         settings = zero.read_settings(args, workers.num_processes(args.num_workers))
         run = storage.RayRun.from_args(args, zero_stage=settings["zero_optimization"]["stage"])
-        run.claim(args, driver)
+        run.open_or_resume(args, driver)
         tasks.TextTask.load(args)
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu, packages=(shared, zero))
@@ -76,7 +76,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
     # [3] Continue an interrupted run, or begin: the engine is the model, its optimizer and its scheduler in one.
     distributed.join_alone(worker.device)  # in local mode
     progress = Progress(args, worker, len(task.splits.train), run.options)
-    with run.newest_checkpoint(worker) as (folder, state):
+    with run.fetch_on_all_ranks(worker) as (folder, state):
         # With a different number of ranks. In stage 0 nothing is cut up, and every rank reads the same file.
         sharded = settings["zero_optimization"]["stage"] > 0
         universal = sharded and state is not None and state["world_size"] != worker.world_size
@@ -99,14 +99,14 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
     # [4] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        measured = train_epoch(engine, train_loader, task, worker, progress)
-        if progress.inside_epoch:  # interrupted by --save-every-steps
+        extra_metrics = train_epoch(engine, train_loader, task, worker, progress)
+        if progress.interrupted:  # by --save-every-steps
             save(worker, engine, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
             # Every forward pass gathers weights from all ranks: each must make equally many.
             **evaluate(engine, sampling.even_batches(val_loader, num_val_batches), task),
-            **measured,
+            **extra_metrics,
             "world_size": worker.world_size,
         })  # fmt: skip
         save(worker, engine, progress, metrics)
@@ -117,9 +117,9 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
 def schedule(progress: Progress) -> Callable[[int], float]:
     """The learning rate's factor after a number of optimizer steps: halved every --lr-step-size epochs of the run."""
-    steps_per_epoch = len(sampling.global_batch_counts(progress.num_samples, progress.limits.batch_size))
+    steps_per_epoch = len(sampling.global_batch_counts(progress.num_samples, progress.args.batch_size))
     # Resumed with a different --batch-size, a run has come as far as it is in more or in fewer steps.
-    ahead = progress.epoch * steps_per_epoch + progress.position // progress.limits.batch_size - progress.step
+    ahead = progress.epoch * steps_per_epoch + progress.position // progress.args.batch_size - progress.step
     return lambda step: 0.5 ** ((step + ahead) // (progress.options["lr_step_size"] * steps_per_epoch))
 
 
@@ -147,14 +147,14 @@ def build_engine(task: tasks.TextTask, settings: dict, factor: Callable, worker:
 def train_epoch(
     engine: nn.Module, loader: DataLoader, task: tasks.TextTask, worker: distributed.Worker, progress: Progress
 ) -> dict:
-    """Train to the end of the epoch, or to where --save-every-steps or --max-steps ends it before.
+    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
 
-    Returns what the task has measured.
+    Returns the metrics that the task adds.
     """
     engine.train()
     accumulation = engine.gradient_accumulation_steps()
     memory = measure.PeakMemory(worker.device)
-    for count, batch in progress.batches(loader):
+    for global_count, batch in progress.batches(loader):
         step_loss = 0.0
         for parts in zip(*(tensor.tensor_split(accumulation) for tensor in batch), strict=True):
             inputs, targets = task.to_device(parts)
@@ -163,15 +163,15 @@ def train_epoch(
                 memory.start(*zero.state_tensors(engine))
             # This rank's share of the mean over the global batch. DeepSpeed divides by the world size and by the
             # number of accumulation steps, so we multiply by them.
-            loss = task.loss(engine(inputs), targets) / count
+            loss = task.loss(engine(inputs), targets) / global_count
             engine.backward(loss * worker.world_size * accumulation)
             step_loss += loss.detach()
             if watched:
                 state_bytes = measure.storage_bytes(zero.state_tensors(engine))
             engine.step()  # updates the weights after the last of the accumulation steps
-        progress.add_step(step_loss, count)
-    progress.end_part()  # one all-reduce for all losses, not one per step
-    return task.metrics_of(progress, state_bytes, memory.stop())
+        progress.add_step(step_loss, global_count)
+    progress.finish_steps()  # one all-reduce for all losses, not one per step
+    return task.memory_metrics(progress, state_bytes, memory.stop())
 
 
 @torch.no_grad()
@@ -181,7 +181,7 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
         inputs, targets = task.to_device(batch)
-        totals += task.totals(model(inputs), targets)
+        totals += task.metric_sums(model(inputs), targets)
     loss, correct, samples = distributed.global_sum(totals).tolist()
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 

@@ -22,14 +22,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.utils.data import DataLoader
 
 from shared import distributed, models, options, sampling, script, sharded, tasks
-from shared.on_ray import cluster, storage, workers
+from shared.on_ray import cluster, command_line, storage, workers
 from shared.progress import Progress, write_metrics
 
 TASKS = (tasks.TextTask,)
 
 
 def main() -> None:
-    parser = options.ray_parser(__doc__, TASKS, precisions={
+    parser = command_line.ray_parser(__doc__, TASKS, precisions={
         "fp32": "everything in float32",
         "bf16": "gathered weights and activations, while slices, reductions and moments stay float32",
         "fp64": "to compare runs",
@@ -47,7 +47,7 @@ def main() -> None:
     # [1] Find whatever can be wrong before a worker starts.
     with distributed.fail_together():
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers))
-        run.claim(args, driver)
+        run.open_or_resume(args, driver)
         tasks.TextTask.load(args)
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu)
@@ -82,7 +82,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [4] Continue an interrupted run: every rank reads its slices, even those that other ranks have written.
     progress = Progress(args, worker, len(task.splits.train), run.options)
-    with run.newest_checkpoint(worker) as (folder, state):
+    with run.fetch_on_all_ranks(worker) as (folder, state):
         if state is not None:
             sharded.restore_sharded(folder, model, optimizer)
             scheduler.load_state_dict(state["scheduler"])
@@ -98,17 +98,17 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [5] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        measured = train_epoch(model, train_loader, optimizer, task, worker, progress)
-        if progress.inside_epoch:  # interrupted by --save-every-steps
+        extra_metrics = train_epoch(model, train_loader, optimizer, task, worker, progress)
+        if progress.interrupted:  # by --save-every-steps
             save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
             # Every forward pass gathers weights from all ranks: each must make equally many.
             **evaluate(model, sampling.even_batches(val_loader, num_val_batches), task),
-            **measured,
+            **extra_metrics,
             "world_size": worker.world_size,
         })  # fmt: skip
-        if progress.position == 0:
+        if progress.epoch_complete:
             scheduler.step()
         save(worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
@@ -134,22 +134,22 @@ def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
 ) -> dict:  # fmt: skip
-    """Train to the end of the epoch, or to where --save-every-steps or --max-steps ends it before.
+    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
 
-    Returns what the task has measured.
+    Returns the metrics that the task adds.
     """
     model.train()
-    for count, batch in progress.batches(loader):
+    for global_count, batch in progress.batches(loader):
         inputs, targets = task.to_device(batch)
         optimizer.zero_grad()
-        task.watch(progress, model, optimizer)
+        task.before_step(progress, model, optimizer)
         # This rank's share of the mean over the global batch. FSDP divides by the world size, so we multiply by it.
-        loss = task.loss(model(inputs), targets) / count
+        loss = task.loss(model(inputs), targets) / global_count
         (loss * worker.world_size).backward()
         optimizer.step()
-        progress.add_step(loss, count)
-    progress.end_part()  # one all-reduce for all losses, not one per step
-    return task.measured(progress, model, optimizer)
+        progress.add_step(loss, global_count)
+    progress.finish_steps()  # one all-reduce for all losses, not one per step
+    return task.extra_metrics(progress, model, optimizer)
 
 
 @torch.no_grad()
@@ -159,7 +159,7 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
         inputs, targets = task.to_device(batch)
-        totals += task.totals(model(inputs), targets)
+        totals += task.metric_sums(model(inputs), targets)
     loss, correct, samples = distributed.global_sum(totals).tolist()
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 

@@ -33,8 +33,8 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 import ray
 from elastic import LIMIT_S, ROOT, machine, process
 
-from shared.distributed import free_port
 from shared.on_ray.cluster import kill
+from shared.rendezvous import free_port
 
 IDLE_S, STEPS = 15, 4
 TRAINING = ["--num-workers", "2", "--no-use-gpu", "--model", "mlp", "--run-name", "autoscale", "--max-steps", STEPS]

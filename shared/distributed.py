@@ -4,21 +4,18 @@ import atexit
 import gc
 import os
 import random
-import socket
 import sys
-import time
-import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from shared.errors import UsageError
+from shared.rendezvous import name_this_attempt
 
 FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_WAIT = timedelta(hours=12)  # for what a rank reads, copies or downloads before the others can continue
@@ -41,18 +38,6 @@ class Worker:
         """Print one line that says which process it is from."""
         # The line's end is part of the string: one write, so that two ranks' lines cannot run into each other.
         print(f"[{self.label or f'rank {self.rank}/{self.world_size}'}] {message}\n", end="", flush=True)
-
-
-def free_port() -> int:
-    """A TCP port where nobody listens, for a process that binds it some seconds later.
-
-    It is below the ports that Linux hands out to processes that ask for any port: one of those is free now, and a
-    moment later another process may hold it for a connection. And it is above the ports of Ray's workers.
-    """
-    while True:
-        port = random.SystemRandom().randrange(20_000, 29_000)  # the one generator that nobody seeds
-        with suppress(OSError), socket.create_server(("", port)):
-            return port
 
 
 def rank_from_environment() -> int:
@@ -95,40 +80,6 @@ def join(timeout_s: float = 600) -> Worker:
     # A rank that leaves while another one is still connecting would break that one's start.
     dist.barrier()
     return Worker(rank, local_rank, world_size, device)
-
-
-def name_this_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """A word that all ranks of this start share and no earlier start has used. Rank 0 makes it up.
-
-    torchrun keeps one store over all its restarts, and it holds the addresses of dead processes: a rank that reads an
-    old one waits forever (pytorch/pytorch issue 135712). TORCHELASTIC_RESTART_COUNT does not tell the starts apart,
-    because each node counts its own. So every rank calls with a random word, rank 0 answers the call with the name, and
-    repeats that until the rank has confirmed this very name. Raises TimeoutError if a rank does not come.
-    """
-    own_word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
-
-    def read(key: str) -> str:
-        return store.get(key).decode() if store.check([key]) else ""
-
-    def wait_until(reached: Callable[[], bool], missing: int) -> None:
-        while not reached():
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {missing} has not come within {timeout_s:.0f} s")
-            time.sleep(0.01)
-
-    def confirmed(other: int) -> bool:
-        store.set(f"workshop/name/{other}", f"{own_word} for {read(f'workshop/call/{other}')}")
-        return read(f"workshop/confirmed/{other}") == own_word
-
-    if rank == 0:
-        for other in range(1, world_size):
-            wait_until(partial(confirmed, other), missing=other)
-        return own_word
-    store.set(f"workshop/call/{rank}", own_word)
-    wait_until(lambda: read(f"workshop/name/{rank}").endswith(own_word), missing=0)
-    name = read(f"workshop/name/{rank}").split()[0]
-    store.set(f"workshop/confirmed/{rank}", name)
-    return name
 
 
 def join_alone(device: torch.device) -> None:
@@ -253,14 +204,20 @@ def local_first(worker: Worker) -> Iterator[None]:
             wait_for_all()
 
 
-def warm_up_ddp_buckets(ddp_model: torch.nn.Module, empty_batch: torch.Tensor) -> None:
+def warm_up_ddp_buckets(ddp_model: torch.nn.Module, empty_loss: Callable[[], torch.Tensor]) -> None:
     """Run one backward pass over no samples, so that DDP regroups its gradient buckets now. Collective.
 
     DDP regroups them once, after its first backward pass, into the order in which gradients became ready, and the new
     order changes how sums are rounded on more than two ranks. With the regrouping done beforehand, a resumed run adds
-    in the same order as one that never stopped. Weights, statistics (eval mode) and random generators do not change.
+    in the same order as one that never stopped. Weights, statistics and random generators do not change.
+
+    empty_loss: computes the loss that `ddp_model` has on a batch of no samples.
     """
-    ddp_model.eval()
-    ddp_model(empty_batch).sum().backward()
+    ddp_model.train()
+    for module in ddp_model.modules():  # the forward pass of training, but with dropout and BatchNorm switched off
+        if not any(module.children()):
+            module.eval()
+    with torch.backends.cudnn.flags(enabled=False):  # whose recurrent layers have no backward pass in eval mode
+        empty_loss().backward()
     ddp_model.zero_grad()
     ddp_model.train()

@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import NoReturn, TextIO
 
 import torch
@@ -13,7 +12,6 @@ from shared.distributed import rank_from_environment
 from shared.errors import UsageError
 from shared.tasks import Task, task_for
 
-SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale cluster
 PRECISIONS = {
     "fp32": "float32, except that cuDNN convolutions may use TF32 on a GPU",
     "bf16": "autocast, weights stay float32",
@@ -39,7 +37,10 @@ class Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, description: str) -> None:
-        super().__init__(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(
+            description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
+            conflict_handler="resolve",  # an option that is added again replaces the first one
+        )  # fmt: skip
         self.completions: list[Callable[[argparse.Namespace], None]] = []
 
     def parse_args(self, words: Sequence[str] | None = None) -> Options:
@@ -68,19 +69,6 @@ def checked(convert: Callable, is_valid: Callable[[object], bool], meaning: str)
     return read
 
 
-def worker_range(text: str) -> tuple[int, int]:
-    """N, or MIN:MAX, as the fewest and the most workers. Raises ValueError for anything else."""
-    fewest, _, most = text.partition(":")
-    if ":" in text and int(fewest) < 1:
-        raise ValueError(f"{text}: a range begins at 1")
-    return int(fewest), int(most if ":" in text else fewest)
-
-
-def split_worker_range(options: argparse.Namespace) -> None:
-    """Make two options of (MIN, MAX): num_workers and max_workers."""
-    options.num_workers, options.max_workers = options.num_workers
-
-
 positive_int = checked(int, lambda value: value > 0, "a whole number above 0")
 positive_float = checked(float, lambda value: 0 < value < float("inf"), "a number above 0")
 seed = checked(int, lambda value: 0 <= value <= 2**62, "a whole number between 0 and 2**62")  # an epoch is added to it
@@ -88,16 +76,6 @@ run_name = checked(
     str, lambda name: "/" not in name and name not in ("", ".", ".."),
     "the name of a folder (--storage-path says where runs are)",
 )  # fmt: skip
-num_workers = checked(int, lambda value: value >= 0, "a number of workers, 0 or more (this script takes no MIN:MAX)")
-elastic_workers = checked(
-    worker_range, lambda value: 0 <= value[0] <= value[1],
-    "a number of workers, 0 or more, or MIN:MAX with 1 <= MIN <= MAX",
-)  # fmt: skip
-
-
-def path_or_uri(text: str) -> str:
-    """An option's value as an absolute path, or a URI without its trailing slash."""
-    return text.rstrip("/") if "://" in text else os.path.abspath(text)
 
 
 def training_parser(
@@ -140,30 +118,6 @@ def training_parser(
     add("--quiet", action="store_true", help="print no line every few seconds while an epoch is running")
     for task in tasks:
         task.add_options(parser)
-    return parser
-
-
-def ray_parser(
-    description: str, tasks: Sequence[type[Task]], elastic: bool = False, **choices: Sequence[str] | Mapping[str, str]
-) -> Parser:
-    """The options of every training script, and those of the scripts on Ray. choices: see `training_parser`.
-
-    elastic: --num-workers may be MIN:MAX; `num_workers` is MIN then and `max_workers` MAX.
-    """
-    parser = training_parser(description, tasks, **choices)
-    parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
-    as_many = "; MIN:MAX: as many as there is room for, even when nodes come and go" if elastic else ""
-    parser.add_argument(
-        "--num-workers",
-        type=elastic_workers if elastic else num_workers,
-        default="2",
-        metavar="N or MIN:MAX" if elastic else "N",
-        help=f"training processes; 0: Ray's local mode, in this process, to debug{as_many} (default: %(default)s)",
-    )
-    parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
-        help="one GPU per worker (default: if there are any; say so if a cluster has yet to start them)")  # fmt: skip
-    if elastic:
-        parser.completions.append(split_worker_range)
     return parser
 
 

@@ -1,5 +1,6 @@
 """How far a run has come: its steps, its metrics, the lines that rank 0 prints, and the metrics file."""
 
+import argparse
 import builtins
 import json
 import math
@@ -9,7 +10,6 @@ from collections.abc import Iterator
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.utils.data import DataLoader
@@ -20,16 +20,6 @@ from shared.errors import UsageError
 from shared.sampling import even_batches, global_batch_counts
 
 LINE_EVERY_S = 5
-
-
-class Limits(NamedTuple):
-    """What `Progress` reads of a run's options: for a program whose options have different names."""
-
-    batch_size: int
-    epochs: int
-    max_steps: int | None = None
-    save_every_steps: int | None = None
-    quiet: bool = False
 
 
 class Progress:
@@ -43,46 +33,54 @@ class Progress:
 
     saved = ("step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options")
 
-    def __init__(self, limits: Limits, worker: Worker, num_samples: int, options: dict) -> None:
-        """limits: a run's options, or `Limits`. num_samples: of an epoch, over all ranks."""
-        self.limits, self.worker, self.num_samples, self.options = limits, worker, num_samples, options
+    def __init__(self, args: argparse.Namespace, worker: Worker, num_samples: int, options: dict) -> None:
+        """args: batch_size, epochs, max_steps, save_every_steps and quiet. num_samples: per epoch, over all ranks."""
+        self.args, self.worker, self.num_samples, self.options = args, worker, num_samples, options
         self.step, self.epoch, self.metrics = 0, 0, []
         self.begin_epoch()
 
     def state_dict(self) -> dict:
         """What a checkpoint holds, as plain data."""
-        return {name: getattr(self, name) for name in self.saved}
+        return {"num_samples": self.num_samples} | {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned."""
+        """Continue from what `state_dict` returned. Raises UsageError if it is in the middle of different data."""
+        before = state.get("num_samples", self.num_samples)  # checkpoints of earlier versions have no such number
+        if state["position"] > 0 and before != self.num_samples:
+            raise UsageError(f"the epoch began with {before} training samples, and now there are {self.num_samples}")
         vars(self).update({name: state[name] for name in self.saved})
 
     @property
     def last_step(self) -> int:
         """The number of the run's last step."""
-        steps = self.limits.epochs * math.ceil(self.num_samples / self.limits.batch_size)
-        return min(steps, self.limits.max_steps or steps)
+        steps = self.args.epochs * math.ceil(self.num_samples / self.args.batch_size)
+        return min(steps, self.args.max_steps or steps)
 
     @property
     def finished(self) -> bool:
         """Whether all epochs, or all steps that --max-steps allows, are done."""
-        return self.epoch >= self.limits.epochs or self.step >= (self.limits.max_steps or math.inf)
+        return self.epoch >= self.args.epochs or self.step >= (self.args.max_steps or math.inf)
 
     @property
-    def inside_epoch(self) -> bool:
+    def interrupted(self) -> bool:
         """Whether --save-every-steps has interrupted the epoch."""
-        return 0 < self.position < self.num_samples and self.step != self.limits.max_steps
+        return 0 < self.position < self.num_samples and self.step != self.args.max_steps
+
+    @property
+    def epoch_complete(self) -> bool:
+        """Whether the epoch of the last step is over: `finish_epoch` has then begun the next one."""
+        return self.position == 0
 
     def begin_epoch(self) -> None:
         """Start from the epoch's first sample, even if it was cut short."""
         self.position, self.seconds, self.loss_sum, self.step_losses = 0, 0.0, 0.0, []
 
-    def begin_part(self) -> None:
-        """Start the clock. From here on `add_step` collects what `end_part` adds up."""
+    def start_steps(self) -> None:
+        """Start the clock. From here on `add_step` collects what `finish_steps` adds up."""
         self.losses, self.counts, self.started = [], [], time.perf_counter()
         self.printed_steps, self.printed_at = 0, self.started
         in_notebook = hasattr(builtins, "__IPYTHON__")
-        hidden = self.limits.quiet or self.worker.rank > 0 or not in_notebook
+        hidden = self.args.quiet or self.worker.rank > 0 or not in_notebook
         self.bar = tqdm(desc="steps", total=self.last_step, initial=self.step, disable=hidden, leave=False)
 
     def batches(self, loader: DataLoader) -> Iterator[tuple[int, list[torch.Tensor]]]:
@@ -93,12 +91,12 @@ class Progress:
         """
         loader.sampler.set_epoch(self.epoch)
         loader.sampler.set_position(self.position)
-        counts = global_batch_counts(self.num_samples - self.position, self.limits.batch_size)
-        if self.limits.max_steps is not None:
-            counts = counts[: self.limits.max_steps - self.step]
-        if self.limits.save_every_steps is not None:
-            counts = counts[: self.limits.save_every_steps - self.step % self.limits.save_every_steps]
-        self.begin_part()
+        counts = global_batch_counts(self.num_samples - self.position, self.args.batch_size)
+        if self.args.max_steps is not None:
+            counts = counts[: self.args.max_steps - self.step]
+        if self.args.save_every_steps is not None:
+            counts = counts[: self.args.save_every_steps - self.step % self.args.save_every_steps]
+        self.start_steps()
         batches = islice(even_batches(loader, len(counts)), len(counts))
         for self.steps_left, count, batch in zip(reversed(range(len(counts))), counts, batches, strict=True):
             yield count, batch
@@ -111,7 +109,7 @@ class Progress:
         self.losses.append(loss.detach())
         self.counts.append(count)
         self.bar.update()
-        prints = self.worker.rank == 0 and not self.limits.quiet and self.bar.disable
+        prints = self.worker.rank == 0 and not self.args.quiet and self.bar.disable
         if prints and time.perf_counter() > self.printed_at + LINE_EVERY_S:
             self.print_line()
 
@@ -120,14 +118,14 @@ class Progress:
         own_loss = torch.stack(self.losses[self.printed_steps :]).mean().item() * self.worker.world_size
         now, step = time.perf_counter(), self.step + len(self.losses)
         rate = sum(self.counts[self.printed_steps :]) / (now - self.printed_at)
-        left = timedelta(seconds=round(max(0, self.last_step - step) * self.limits.batch_size / rate))
+        left = timedelta(seconds=round(max(0, self.last_step - step) * self.args.batch_size / rate))
         self.worker.log(
-            f"epoch {self.epoch + 1}/{self.limits.epochs}  step {step} of {self.last_step}  "
+            f"epoch {self.epoch + 1}/{self.args.epochs}  step {step} of {self.last_step}  "
             f"loss of rank 0 alone {own_loss:.4f}  {rate:.0f} samples/s  {left} left"
         )
         self.printed_steps, self.printed_at = len(self.losses), now
 
-    def end_part(self) -> None:
+    def finish_steps(self) -> None:
         """Add up the steps' losses over all ranks: one all-reduce for all steps, not one per step. Collective."""
         self.bar.close()
         step_losses = global_sum(torch.stack(self.losses)).tolist()
@@ -136,8 +134,8 @@ class Progress:
     def record_steps(self, step_losses: list[float], counts: list[int], seconds: float) -> None:
         """Note finished steps: their global mean losses, how many samples each took over all ranks, and their time.
 
-        Raises UsageError if a loss is not finite, on every rank since all have the same. What follows would be saved,
-        and push out the checkpoints that are still good.
+        Raises UsageError, on every rank, if a loss is not finite. The run ends before the broken weights are saved,
+        so its good checkpoints stay.
         """
         for number, loss in enumerate(step_losses, self.step + 1):
             check_finite(f"the loss of step {number}", loss)
@@ -151,7 +149,7 @@ class Progress:
     def finish_epoch(self, measured: dict) -> dict:
         """The epoch's line for --metrics-out. An epoch that --max-steps cut short stays the current one.
 
-        Raises UsageError if the validation shows that the last step has spoiled the weights.
+        Raises UsageError if the validation loss is not finite, because the last step has broken the weights.
         """
         check_finite("val_loss", measured["val_loss"])
         line = {
@@ -171,7 +169,7 @@ class Progress:
     def describe(self, line: dict) -> str:
         """An epoch's metrics in words."""
         return (
-            f"epoch {line['epoch']}/{self.limits.epochs}  train_loss {line['train_loss']:.4f}  "
+            f"epoch {line['epoch']}/{self.args.epochs}  train_loss {line['train_loss']:.4f}  "
             f"val_loss {line['val_loss']:.4f}  val_accuracy {line['val_accuracy']:.3f}  "
             f"{line['samples_per_second']:.0f} samples/s"
         )

@@ -3,45 +3,27 @@
 import argparse
 import os
 import shlex
-import socket
 import sys
 import time
 from pathlib import Path
 
-import psutil
-
 from shared import checkpoint
-from shared.distributed import Worker, from_rank_zero, gather_objects
-from shared.errors import UsageError
+from shared.distributed import Worker, fail_together
 
 
 class Run:
     """A run whose checkpoints are files in a folder that this node sees: one file each (`shared.checkpoint`).
 
-    options: what decides what the run computes, for its checkpoints. metrics: those of an earlier start.
+    options: those that decide what the run computes; they go into its checkpoints.
     """
 
-    def __init__(
-        self, folder: Path | str, options: dict | None = None, restarted: bool = False, saved_step: int = -1
-    ) -> None:
-        self.folder, self.options, self.metrics = folder, options or {}, []
-        self.restarted = restarted  # torchrun has started this job again, and the run is its own
-        self.saved_step = saved_step  # of the newest checkpoint that all ranks know of; -1: none
-        self.resumed_from: Path | str | None = None  # the checkpoint that `claim` has read
+    restarted = False  # whether a launcher has started this run again by itself (`shared.restarts`)
 
-    @classmethod
-    def from_args(cls, args: argparse.Namespace, **more: object) -> "Run":
-        """The run that the options ask for, the same on every rank and after every restart by torchrun. Collective.
-
-        more: what else decides what it computes.
-        """
-        if "://" in args.storage_path:
-            raise UsageError(f"--storage-path {args.storage_path}: this script writes to a folder that its node sees")
-        storage_path = Path(args.storage_path).absolute()
-        # Rank 0 may be on a different host than before the restart: any node's note counts.
-        notes = [note for note in gather_objects(find_note(storage_path)) if note]
-        name, step = max(notes, key=lambda note: note[1], default=(from_rank_zero(new_name()), -1))
-        return cls(storage_path / (args.run_name or name), options_of(args) | more, bool(notes), step)
+    def __init__(self, folder: Path | str, options: dict | None = None) -> None:
+        self.folder, self.options = folder, options or {}
+        # From the checkpoint that `open_or_resume` has read:
+        self.resumed_from: Path | str | None = None
+        self.metrics: list[dict] = []
 
     def list_newest_first(self) -> list:
         """The paths of its checkpoints, readable or not, newest first."""
@@ -58,31 +40,23 @@ class Run:
         (folder / ".writable").touch()
         (folder / ".writable").unlink()
 
-    def claim(self, args: argparse.Namespace, worker: Worker) -> dict | None:
+    def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
         """Make the run's folder; return the state to continue from, or None to start from scratch. For rank 0 alone.
 
-        Raises ValueError for a run that exists and is not resumed, for one that has nothing to resume, for a restart
-        that does not see what was saved before it, and for a storage path that cannot be written.
+        Raises ValueError for a run that exists and is not resumed, for one that has nothing to resume, for a checkpoint
+        of a different model or data set, and for a storage path that cannot be written to.
         """
         if args.resume and args.run_name is None:
             raise ValueError("--resume needs the --run-name of the run to continue")
-        found = self.list_newest_first()
-        if found and not (args.resume or self.restarted):
+        if self.list_newest_first() and not (args.resume or self.restarted):
             raise ValueError(
                 f"{self.folder} holds a run already: add --resume to continue it, or choose a different --run-name"
-            )
-        if self.saved_step >= 0 and (not found or found[0] < checkpoint.path_for_step(self.folder, self.saved_step)):
-            raise ValueError(
-                f"the checkpoint after step {self.saved_step} is not in {self.folder} on {socket.gethostname()}, where "
-                "rank 0 is now: give all nodes a --storage-path that they share, or --resume with rank 0 where it is"
             )
         path, state, skipped = self.load_newest(worker)
         for what in skipped:
             worker.log(f"skipped {what}")
         if state is None and (skipped or (args.resume and not self.restarted)):
             raise ValueError(f"nothing to resume: no readable checkpoint in {self.folder}")
-        if state is None and self.restarted:
-            worker.log("restarted before anything was saved: starting from scratch")
         try:
             self.make_folder()
         except OSError as error:
@@ -93,8 +67,6 @@ class Run:
             self.check_options(path, progress.get("options", {}), worker)
             worker.log(f"resuming from {path}")
             self.resumed_from, self.metrics = path, progress.get("metrics", [])
-        if not self.restarted:
-            write_note(Path(self.folder), -1)
         return state
 
     def check_options(self, path: Path | str, saved: dict, worker: Worker) -> None:
@@ -114,14 +86,17 @@ class Run:
                 worker.log(f"note: {name} {now.get(name)}{ignored}; the run was started with {saved.get(name)}")
 
     def save(self, state: dict, worker: Worker) -> None:
-        """Rank 0 writes a `checkpoint.training_state` and keeps the two newest. For every rank."""
-        step = state["progress"]["step"]
-        if worker.rank == 0:
-            checkpoint.keep_newest(checkpoint.save_atomically(state, checkpoint.path_for_step(self.folder, step)))
-            self.saved_step = step
-        if worker.local_rank == 0:
-            write_note(Path(self.folder), self.saved_step)
-        self.saved_step = step  # what rank 0 is writing now the others can rely on when all come here the next time
+        """Rank 0 writes a `checkpoint.training_state` and keeps the two newest. Collective: the others wait for it.
+
+        Raises UsageError on every rank if it cannot be written, to a full disk for example.
+        """
+        with fail_together():
+            if worker.rank == 0:
+                path = checkpoint.path_for_step(self.folder, state["progress"]["step"])
+                try:
+                    checkpoint.keep_newest(checkpoint.save_atomically(state, path))
+                except OSError as error:
+                    raise OSError(f"cannot save {path}: {error.strerror or error}. {self.resume_hint()}") from error
 
     def resume_hint(self) -> str:
         """What a user whose run ends early needs to know: what is saved, and how to continue."""
@@ -165,34 +140,3 @@ def check_metrics_out(args: argparse.Namespace) -> None:
             open(args.metrics_out, "a").close()
         except OSError as error:
             raise ValueError(f"cannot write to --metrics-out: {error.strerror}: {args.metrics_out}") from error
-
-
-# --- restarts by torchrun ---------------------------------------------------------------------------------------------
-# torchrun's agent, one per node, ends the processes of its node when one of them anywhere dies, and starts new ones,
-# which know nothing of the old ones. The store through which the ranks meet is on the node of rank 0 and is lost with
-# it. So each node keeps a note in the run's folder: a file that is named after the agent, which lives on, and holds the
-# step of the newest checkpoint. A later start of the same script has a different agent, and does not find the note.
-
-
-def note_name() -> str | None:
-    """The name of this job's notes on this node; None if no agent has started this process."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return None
-    agent = psutil.Process(os.getppid())
-    return f".torchrun-{socket.gethostname()}-{agent.pid}-{agent.create_time():.0f}"
-
-
-def write_note(folder: Path, step: int) -> None:
-    """Note on this node that the run in `folder` is this job's, and saved after `step` steps; -1: not yet."""
-    if (name := note_name()) is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-        partial = folder / f"{name}.partial"
-        partial.write_text(str(step))
-        os.replace(partial, folder / name)
-
-
-def find_note(storage_path: Path) -> tuple[str, int] | None:
-    """(run name, newest step or -1) that this node has noted under `storage_path` before a restart; else None."""
-    name = note_name()
-    found = [] if name is None else list(storage_path.glob(f"*/{name}"))
-    return (found[0].parent.name, int(found[0].read_text())) if found else None

@@ -18,12 +18,14 @@ from shared.sampling import global_batch_counts
 
 
 class Task:
-    """What a run trains. Samples are (inputs, targets); logits (batch, classes) or (batch, T, vocab_size).
+    """What a run trains. A subclass has `name`, `dataset_names`, `model_names`, `load` and `build_model`.
 
-    splits: the data. precision: of the options. dtype: of weights and floating-point inputs.
+    A sample is (inputs, targets), two tensors. The model maps a batch of inputs to logits: (batch, classes) for one
+    answer per sample, (batch, T, classes) for T of them. For anything else a subclass defines `loss` and `metric_sums`.
+    Attributes: args, the options; splits, the data; device; precision; dtype, of weights and floating-point inputs.
     """
 
-    name: str  # of what it trains on
+    name: str  # of its kind of data
     dataset_names: Sequence[str]  # for --dataset
     model_names: Sequence[str]  # for --model, the default first
 
@@ -48,11 +50,14 @@ class Task:
         """The data that the options ask for. Raises ValueError or OSError if they cannot be used."""
         raise NotImplementedError
 
-    def check_batches(self, world_size: int) -> None:
-        """Raises ValueError if a rank's part of a batch can be too small for the model."""
+    def check_sizes(self, world_size: int) -> None:
+        """Raises ValueError if the data are too few for the ranks, or a rank's part of a batch for the model."""
+        fewest = min(len(self.splits.train), len(self.splits.val))
+        if fewest < world_size:
+            raise ValueError(f"{fewest} samples cannot be dealt to {world_size} ranks; use fewer ranks")
 
     def checksum(self) -> int:
-        """A number that differs where nodes may have read different data. 0: they cannot, or it is not checked."""
+        """A number that differs between nodes that have read different data. 0: it is not checked."""
         return 0
 
     def build_model(self) -> nn.Module:
@@ -69,23 +74,26 @@ class Task:
         return inputs.to(self.dtype) if inputs.is_floating_point() else inputs, targets
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Cross-entropy, added up over the samples; of a text the mean over its tokens. Never in half precision."""
+        """The cross-entropy of each sample, summed over the batch. Of a text it is the mean over the tokens.
+
+        Half-precision logits are converted to float32 first.
+        """
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
         total = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum")
         return total / targets.shape[1:].numel()
 
-    def totals(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(loss, correct answers, samples), each added up over the batch, in float64. A text's answers count as one."""
+    def metric_sums(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sums over the batch: (loss, correct answers, samples), float64. Of a text, correct is the share of tokens."""
         correct = (logits.argmax(dim=-1) == targets).sum().double() / targets.shape[1:].numel()
         samples = torch.tensor(len(targets), dtype=torch.float64, device=targets.device)
         return torch.stack([self.loss(logits, targets).double(), correct, samples])
 
-    def watch(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Called in every step before its forward pass: a task that reports memory measures it in the last one."""
+    def before_step(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Called before the forward pass of every step. The text task starts to measure memory in the last one."""
 
-    def measured(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        """What the task adds to an epoch's metrics. Called after its last step. Collective."""
+    def extra_metrics(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+        """What the task adds to the metrics of an epoch. Called after the epoch's last step. Collective."""
         return {}
 
 
@@ -107,7 +115,8 @@ class ImageTask(Task):
     def load(args: argparse.Namespace) -> Splits:
         return datasets.load(args.dataset, args.data_dir)
 
-    def check_batches(self, world_size: int) -> None:
+    def check_sizes(self, world_size: int) -> None:
+        super().check_sizes(world_size)
         num_samples, model = len(self.splits.train), self.args.model
         fewest = min(global_batch_counts(num_samples, self.args.batch_size)) // world_size
         if "batchnorm" in model and fewest < 2:  # of one sample there is no variance
@@ -153,7 +162,8 @@ class TextTask(Task):
         return datasets.text(models.GPT_PRESETS[args.preset].context, args.text_file)
 
     def checksum(self) -> int:
-        return zlib.crc32(self.splits.train.tensors[0].contiguous().numpy())
+        inputs = torch.cat([self.splits.train.tensors[0], self.splits.val.tensors[0]])
+        return zlib.crc32(inputs.numpy())
 
     def build_model(self) -> nn.Module:
         model = models.GPT(self.gpt_config, self.args.activation_checkpointing)
@@ -163,20 +173,20 @@ class TextTask(Task):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=self.args.lr)
 
-    def watch(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def before_step(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if progress.steps_left == 0:  # the last step only: on a CPU, watching takes time
             from shared.measure import PeakMemory  # half a second, for those who need it
 
             self.memory = PeakMemory(self.device)
             self.memory.start(model, optimizer)
 
-    def measured(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    def extra_metrics(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
         from shared.measure import state_bytes
 
-        return self.metrics_of(progress, state_bytes(model, optimizer), self.memory.stop())
+        return self.memory_metrics(progress, state_bytes(model, optimizer), self.memory.stop())
 
-    def metrics_of(self, progress: Progress, state_bytes: int, peak_bytes: int) -> dict:
-        """What this rank has measured, as metrics: the largest number of bytes of all ranks. Collective."""
+    def memory_metrics(self, progress: Progress, state_bytes: int, peak_bytes: int) -> dict:
+        """Tokens per second, and the most bytes that any rank has measured. Collective."""
         return {
             "tokens_per_second": progress.position * self.gpt_config.context / progress.seconds,
             "state_bytes_per_rank": global_max(state_bytes),
@@ -200,6 +210,6 @@ def build(tasks: Sequence[type[Task]], args: argparse.Namespace, worker: Worker,
         splits = task_class.load(args)
     task = task_class(args, splits, worker.device)
     with fail_together():
-        task.check_batches(max(worker.world_size, max_world_size))
+        task.check_sizes(max(worker.world_size, max_world_size))
     check_same(task.checksum(), "the nodes' texts differ: give --text-file a file that is the same on all of them")
     return task

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 from runs import LIMIT, ROOT
 
-from shared.distributed import free_port
+from shared.rendezvous import free_port
 
 PROGRAM = ROOT / "04-ray-in-production/program"
 SETUP = PROGRAM / "deployment/ray_cluster_setup.sh"

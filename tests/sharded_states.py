@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import fully_shard
 
-from shared import datasets, distributed, measure, models, options, sharded, tasks
+from shared import datasets, distributed, measure, models, sharded, tasks
+from shared.on_ray import command_line
 
 CHAPTER = Path(__file__).parents[1] / "03-fsdp-deepspeed"
 sys.path.append(str(CHAPTER))
@@ -83,7 +84,7 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
 
 
 def build_engine(stage: int, load_universal: bool, seed: int, worker: distributed.Worker):
-    parser = options.ray_parser("", train_ray_deepspeed.TASKS)
+    parser = command_line.ray_parser("", train_ray_deepspeed.TASKS)
     parser.set_defaults(ds_config=CHAPTER / "ds_config.json", zero_stage=stage, offload=False)
     args = parser.parse_args(["--batch-size", str(BATCH), "--seed", str(seed)])
     settings = zero.read_settings(args, worker.world_size)

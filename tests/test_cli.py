@@ -11,6 +11,7 @@ import torch
 
 from shared import options, script, tasks
 from shared.errors import RunFailed, UsageError
+from shared.on_ray import command_line
 
 pytestmark = pytest.mark.usefixtures("plain_python")
 
@@ -77,15 +78,15 @@ def test_options_that_do_not_exist_are_usage_errors(words, named):
 
 
 def test_numbers_of_workers():
-    assert [options.num_workers(text) for text in ("0", "16")] == [0, 16]
-    assert [options.elastic_workers(text) for text in ("0", "2", "1:2", "3:3")] == [(0, 0), (2, 2), (1, 2), (3, 3)]
+    assert [command_line.num_workers(text) for text in ("0", "16")] == [0, 16]
+    assert [command_line.elastic_workers(text) for text in ("0", "2", "1:2", "3:3")] == [(0, 0), (2, 2), (1, 2), (3, 3)]
     for text in ("-1", "1:2", "two"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number of workers, 0 or more"):
-            options.num_workers(text)
+            command_line.num_workers(text)
     for text in ("0:2", "2:1", "-1:2", "1:0", "1:", ":2", "1:2:3", "1-2", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not .* MIN:MAX with 1 <= MIN <= MAX"):
-            options.elastic_workers(text)
-    args = options.ray_parser("", [tasks.ImageTask], elastic=True).parse_args(["--num-workers", "4:6"])
+            command_line.elastic_workers(text)
+    args = command_line.elastic_parser("", [tasks.ImageTask]).parse_args(["--num-workers", "4:6"])
     assert (args.num_workers, args.max_workers) == (4, 6)
 
 

@@ -15,7 +15,7 @@ import pytest
 from clusters import SETUP, call
 from runs import LIMIT, below
 
-from shared.distributed import free_port
+from shared.rendezvous import free_port
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 SEPARATION = Path("/run/sshd")  # an sshd that root starts wants this folder; the system's service makes it

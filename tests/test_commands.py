@@ -27,7 +27,7 @@ import pytest
 from notebook_rules import repository_files
 
 import ray_images
-from shared import runs, sampling
+from shared import restarts, sampling
 from shared.errors import UsageError
 from shared.on_ray import cluster, storage
 
@@ -246,8 +246,10 @@ def asked(command: Command, script: Path, options: list[str]) -> argparse.Namesp
         patch.chdir(command.folder)
         patch.setattr(sys, "argv", [str(script), *options])
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
-        for owner, name in ((runs.Run, "claim"), (storage.RayRun, "claim"), (ray_images, "find"), (cluster, "start")):
-            patch.setattr(owner, name, reached)
+        for owner in (restarts.RestartableRun, storage.RayRun):
+            patch.setattr(owner, "open_or_resume", reached)
+        patch.setattr(ray_images, "find", reached)
+        patch.setattr(cluster, "start", reached)
         if script.parent.name == "training":
             patch.setattr(importlib.import_module("training.data"), "prepare", reached)
             patch.setattr(importlib.import_module("training.utils"), "best_state", reached)
@@ -758,15 +760,15 @@ def needs(path: Path) -> set[str]:
 
 
 FIRST = {
-    "checkpoint", "datasets", "distributed", "errors", "measure", "models", "options", "progress", "runs", "sampling",
-    "script", "tasks",
+    "checkpoint", "datasets", "distributed", "errors", "measure", "models", "options", "progress", "rendezvous",
+    "restarts", "runs", "sampling", "script", "tasks",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("script", "before", "named"), [
     ("01-ddp-pytorch-only/train_ddp.py", None, FIRST),
     ("02-ddp-pytorch-ray/train_ray_ddp.py", "01-ddp-pytorch-only/train_ddp.py",
-     {"cluster", "storage", "workers", "sharded"}),
+     {"cluster", "command_line", "storage", "workers", "sharded"}),
     ("02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ray_images"}),
     ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", set()),
     ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"zero"}),

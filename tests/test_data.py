@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyarrow import parquet
+from runs import progress_options
 from small_runs import idx_bytes
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision.datasets import mnist as torchvision_mnist
@@ -19,7 +20,8 @@ from torchvision.datasets import mnist as torchvision_mnist
 import ray_images
 from shared import datasets, models, sampling, tasks
 from shared.distributed import Worker
-from shared.progress import Limits, Progress
+from shared.errors import UsageError
+from shared.progress import Progress
 
 # --- digits and synthetic --------------------------------------------------------------------------------------------
 
@@ -265,7 +267,7 @@ def test_an_epoch_in_parts_has_the_same_batches_and_draws_no_random_numbers():
     dataset = TensorDataset(torch.arange(22))
     loader = sampling.rank_loader(dataset, 2, Worker(rank=1, world_size=2), shuffle_seed=3)
     limits = {"batch_size": 4, "epochs": 9, "quiet": True}
-    progress = Progress(Limits(**limits), Worker(), 22, options={})
+    progress = Progress(progress_options(**limits), Worker(), 22, options={})
     progress.load_state_dict({**progress.state_dict(), "step": 7, "epoch": 1})
     torch.manual_seed(1)
     before = torch.get_rng_state()
@@ -279,7 +281,7 @@ def test_an_epoch_in_parts_has_the_same_batches_and_draws_no_random_numbers():
 
     counts, whole = part(progress)
     assert counts == [4, 4, 4, 4, 4, 2] and len(whole) == 6
-    progress.limits, lengths, parts = Limits(**limits, save_every_steps=4, max_steps=20), [], []
+    progress.args, lengths, parts = progress_options(**limits, save_every_steps=4, max_steps=20), [], []
     while progress.position < 22:
         counts, batches = part(progress)
         parts += batches
@@ -287,7 +289,7 @@ def test_an_epoch_in_parts_has_the_same_batches_and_draws_no_random_numbers():
         progress.record_steps([1.0] * len(counts), counts, 1.0)
     assert (parts, lengths) == (whole, [1, 4, 1])  # steps 8, 9 to 12, 13
     progress.load_state_dict({**progress.state_dict(), "step": 13, "epoch": 2, "position": 0})
-    progress.limits = Limits(**limits, max_steps=15)
+    progress.args = progress_options(**limits, max_steps=15)
     assert part(progress)[0] == [4, 4]
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -393,7 +395,7 @@ def test_batch_norm_is_refused_exactly_where_a_rank_would_get_a_single_sample(nu
     def check(model: str) -> None:
         args = Namespace(model=model, batch_size=batch_size, precision="fp32")
         splits = datasets.Splits(*[TensorDataset(torch.zeros(num_samples))] * 3, classes=("0", "1"))
-        tasks.ImageTask(args, splits, torch.device("cpu")).check_batches(world_size)
+        tasks.ImageTask(args, splits, torch.device("cpu")).check_sizes(world_size)
 
     check("resnet18")  # GroupNorm takes anything
     if fewest >= 2:
@@ -426,10 +428,28 @@ def test_a_task_of_ones_own_may_read_its_samples_one_by_one():
     task = tasks.build((OwnTask,), args, Worker())
     inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
     assert inputs.shape == (0, 2, 3) and inputs.dtype == torch.float64 and targets.shape == (0,)
-    progress = Progress(Limits(4, epochs=1), Worker(), len(task.splits.train), options={})
+    progress = Progress(progress_options(4, epochs=1), Worker(), len(task.splits.train), options={})
     loader = sampling.rank_loader(task.splits.train, 4, Worker(), shuffle_seed=0)
     seen = [number for _, (images, _) in progress.batches(loader) for number in images[:, 0, 0].tolist()]
     assert sorted(seen) == list(range(10))
+
+
+def test_data_that_are_too_few_for_the_ranks_are_refused_before_anything_starts():
+    """Even a validation set alone: dealing it fails later, and on every rank at once."""
+    args = Namespace(dataset="own", model="mlp", batch_size=12, precision="fp32")
+    with pytest.raises(UsageError, match="10 samples cannot be dealt to 12 ranks; use fewer ranks"):
+        tasks.build((OwnTask,), args, Worker(world_size=12))
+
+
+def test_the_checksum_of_a_text_tells_apart_files_that_differ_only_at_their_end(tmp_path):
+    text = bytes(range(256)) * 200
+    checksums = []
+    for end in (b"", bytes(4000)):  # over 5 % of the file: of the validation and the test windows
+        path = tmp_path / "text.txt"
+        path.write_bytes(text[: len(text) - len(end)] + end)
+        args = Namespace(preset="nano", text_file=path, precision="fp32")
+        checksums.append(tasks.TextTask(args, tasks.TextTask.load(args), torch.device("cpu")).checksum())
+    assert checksums[0] != checksums[1]
 
 
 # --- Parquet for Ray Data --------------------------------------------------------------------------------------------

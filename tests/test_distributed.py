@@ -11,7 +11,7 @@ import pytest
 import torch
 from runs import TORCHRUN
 
-from shared import distributed
+from shared import distributed, rendezvous
 from shared.errors import UsageError
 
 
@@ -43,19 +43,19 @@ def test_half_a_description_of_a_group_is_refused(missing, monkeypatch):
 
 
 def test_a_free_port_is_not_one_that_linux_hands_out_by_itself():
-    ports = {distributed.free_port() for _ in range(50)}
+    ports = {rendezvous.free_port() for _ in range(50)}
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert len(ports) > 40 and ports <= set(range(20_000, 29_000))  # above those of Ray's workers
     assert low < 29_000 or not ports & set(range(low, high + 1))  # a host may be set otherwise
 
 
 def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
-    taken = distributed.free_port()
+    taken = rendezvous.free_port()
     with socket.create_server(("", taken)):
-        other = distributed.free_port()
+        other = rendezvous.free_port()
         drawn = iter([taken, taken, other])
         monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(drawn))
-        assert distributed.free_port() == other
+        assert rendezvous.free_port() == other
 
 
 LEAVES = """
@@ -74,7 +74,42 @@ def test_a_script_that_has_left_keeps_its_exit_code(tmp_path):
     expected, processes = {"": 0, "sys.exit(3)": 3, "raise SystemExit(4)": 4, "1 / 0": 1}, []
     for then in expected:
         alone = dict.fromkeys(distributed.FROM_TORCHRUN, "0") | {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port())}
+        alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(rendezvous.free_port())}
         command = [sys.executable, "-c", LEAVES.format(then=then)]
         processes.append(subprocess.Popen(command, env={**os.environ, **alone}, stderr=subprocess.DEVNULL))
     assert [process.wait(600) for process in processes] == list(expected.values())
+
+
+WARM_UP = """
+import torch
+import torch.distributed as dist
+from torch import nn
+from shared import checkpoint, distributed
+
+class TwoHeads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+        self.head, self.extra = nn.Linear(4, 2), nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        hidden = self.body(inputs)
+        return {"logits": self.head(hidden), **({"extra": self.extra(hidden)} if self.training else {})}
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = TwoHeads()
+before = {name: value.clone() for name, value in model.state_dict().items()}
+generators = torch.get_rng_state()
+ddp_model = nn.parallel.DistributedDataParallel(model)
+distributed.warm_up_ddp_buckets(ddp_model, lambda: sum(each.sum() for each in ddp_model(torch.empty(0, 4)).values()))
+assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+assert torch.equal(torch.get_rng_state(), generators)
+assert all(module.training for module in ddp_model.modules())
+assert all(parameter.grad is None for parameter in model.parameters())
+sum(each.sum() for each in ddp_model(torch.ones(2, 4)).values()).backward()  # DDP has finished the pass before
+distributed.leave()
+"""
+
+
+def test_the_warm_up_leaves_no_trace_even_in_a_model_that_does_less_in_eval_mode():
+    subprocess.run([sys.executable, "-c", WARM_UP], check=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shared.distributed import free_port
+from shared.rendezvous import free_port
 
 CHAPTER = Path(__file__).parents[1] / "01-ddp-pytorch-only"
 LAUNCHER = CHAPTER / "launch_multinode_ddp.sh"

@@ -12,10 +12,10 @@ import pyarrow.fs
 import pytest
 import ray
 
-from shared import checkpoint, options, runs, sharded, tasks
+from shared import checkpoint, runs, sharded, tasks
 from shared.distributed import Worker
 from shared.errors import UsageError
-from shared.on_ray import storage
+from shared.on_ray import command_line, storage
 from shared.on_ray.storage import RayRun
 
 
@@ -45,7 +45,7 @@ def snapshot(folder: Path, *names: str) -> Path:
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return options.ray_parser("", [tasks.ImageTask]).parse_args(words)
+    return command_line.ray_parser("", [tasks.ImageTask]).parse_args(words)
 
 
 def test_the_newest_readable_checkpoint_is_found(tmp_path):
@@ -66,21 +66,21 @@ def test_a_worker_never_begins_anew_where_checkpoints_cannot_be_read(resume, sto
     monkeypatch.setattr(ray.train, "get_checkpoint", lambda: stored)
     run = RayRun(str(tmp_path))
     run.resumed_from = "a checkpoint" if resume else None
-    assert run.newest_state(Worker()) == (None, None)
+    assert run.load_on_all_ranks(Worker()) == (None, None)
     path = save(tmp_path, 4)
-    assert run.newest_state(Worker())[1]["progress"]["step"] == 4
+    assert run.load_on_all_ranks(Worker())[1]["progress"]["step"] == 4
     (path / storage.STATE_FILE).write_bytes(b"cut off")
     if not resume and stored is None:  # the first upload was cut short
-        assert run.newest_state(Worker()) == (None, None)
+        assert run.load_on_all_ranks(Worker()) == (None, None)
     else:
         with pytest.raises(OSError, match=f"no readable checkpoint in {tmp_path}: {path.name}"):
-            run.newest_state(Worker())
+            run.load_on_all_ranks(Worker())
 
 
 def test_a_worker_says_what_it_skips(tmp_path, capsys):
     older, newest = save_with_shards(tmp_path, 4), save_with_shards(tmp_path, 8)
     (newest / "shard-1").write_bytes(b"1" * 1000)
-    assert RayRun(str(tmp_path)).newest_state(Worker())[0] == str(older)
+    assert RayRun(str(tmp_path)).load_on_all_ranks(Worker())[0] == str(older)
     said = f"[rank 0/1] skipped {newest.name} (damaged: shard-1 in it is not as it was written)\n"
     assert capsys.readouterr().out == said
 
@@ -90,11 +90,11 @@ def test_each_rank_checks_its_share_of_the_files(tmp_path, monkeypatch):
     checked, sent = [], []
     monkeypatch.setattr(RayRun, "verify", lambda run, path, written: checked.append(list(written)))
     monkeypatch.setattr(storage, "from_rank_zero", lambda value: sent.append(value) or value)
-    assert run.newest_state(Worker(world_size=3))[0] == str(path)
+    assert run.load_on_all_ranks(Worker(world_size=3))[0] == str(path)
     for rank in (1, 2):  # one after the other, with what rank 0 has sent
         received = iter(sent)
         monkeypatch.setattr(storage, "from_rank_zero", lambda value, received=received: next(received))
-        assert run.newest_state(Worker(rank, world_size=3))[0] == str(path)
+        assert run.load_on_all_ranks(Worker(rank, world_size=3))[0] == str(path)
     assert checked == [["shard-0"], ["shard-1"], []]
 
 
@@ -105,18 +105,18 @@ def test_a_checkpoint_that_the_driver_has_checked_is_not_read_again(tmp_path, mo
     run = RayRun.from_args(args)
     state["progress"] = {"step": 4, "metrics": [{"epoch": 1}], "options": run.options}
     checkpoint.save_atomically(state, path / storage.STATE_FILE)
-    run.claim(args, Worker())
+    run.open_or_resume(args, Worker())
     assert (run.folder, run.metrics, run.resumed_from) == (str(tmp_path / "mine"), [{"epoch": 1}], str(path))
     monkeypatch.setattr(sharded, "file_checksums", None)
-    assert run.newest_state(Worker())[1]["progress"]["step"] == 4
+    assert run.load_on_all_ranks(Worker())[1]["progress"]["step"] == 4
 
 
 def test_local_mode_has_nothing_to_resume(tmp_path):
     words = ("--storage-path", str(tmp_path), "--run-name", "mine", "--num-workers", "0")
     run = RayRun.from_args(arguments(*words))
-    assert run.claim(arguments(*words), Worker()) is None and run.newest_state(Worker()) == (None, None)
+    assert run.open_or_resume(arguments(*words), Worker()) is None and run.load_on_all_ranks(Worker()) == (None, None)
     with pytest.raises(ValueError, match="stores no checkpoints"):
-        run.claim(arguments(*words, "--resume"), Worker())
+        run.open_or_resume(arguments(*words, "--resume"), Worker())
 
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path):

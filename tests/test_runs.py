@@ -1,20 +1,22 @@
-"""shared.runs: claiming a run, its progress and metrics, and how it goes on."""
+"""shared.runs, restarts and progress: opening a run, its progress and metrics, and how it continues."""
 
 import json
 import math
 import os
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT
+from runs import ROOT, progress_options
 
-from shared import checkpoint, options, runs, tasks
+from shared import checkpoint, options, restarts, runs, tasks
 from shared.distributed import Worker
 from shared.errors import UsageError
-from shared.progress import LINE_EVERY_S, Limits, Progress, write_metrics
+from shared.progress import LINE_EVERY_S, Progress, write_metrics
+from shared.restarts import RestartableRun
 
 pytestmark = pytest.mark.usefixtures("plain_python")
 
@@ -29,10 +31,10 @@ def changed(args, **values):
 
 
 def new_progress(num_samples: int) -> Progress:
-    return Progress(Limits(batch_size=4, epochs=5), Worker(), num_samples, options={"seed": 0})
+    return Progress(progress_options(batch_size=4, epochs=5), Worker(), num_samples, options={"seed": 0})
 
 
-# --- claiming a run --------------------------------------------------------------------------------------------------
+# --- opening a run ----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ def args(tmp_path):
 
 @pytest.fixture
 def folder(args):
-    return runs.Run.from_args(args).folder
+    return RestartableRun.from_args(args).folder
 
 
 def save_step(folder: Path, step: int, **options) -> Path:
@@ -60,8 +62,10 @@ def save_step(folder: Path, step: int, **options) -> Path:
     return checkpoint.save_atomically({"progress": progress}, checkpoint.path_for_step(folder, step))
 
 
-def claim(args, folder, restarted=False):
-    return runs.Run(folder, runs.options_of(args), restarted).claim(args, Worker())
+def open_or_resume(args, folder, restarted=False):
+    run = RestartableRun(folder, runs.options_of(args))
+    run.restarted = restarted
+    return run.open_or_resume(args, Worker())
 
 
 def test_a_run_has_its_folder_under_the_storage_path(args, folder, tmp_path):
@@ -71,30 +75,30 @@ def test_a_run_has_its_folder_under_the_storage_path(args, folder, tmp_path):
 def test_a_run_without_a_name_gets_a_new_one(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["some/where/train_ddp.py"])
     monkeypatch.chdir(tmp_path)
-    folder = runs.Run.from_args(parse()).folder
+    folder = RestartableRun.from_args(parse()).folder
     assert folder.parent == tmp_path / "runs"
     assert folder.name.startswith("train_ddp-20") and folder.name.endswith(f"-{os.getpid()}")
 
 
 def test_a_new_run_gets_its_folders_and_starts_from_nothing(args, folder, tmp_path, capsys):
-    assert claim(args, folder) is None
+    assert open_or_resume(args, folder) is None
     assert list(folder.iterdir()) == []
     assert (tmp_path / "out" / "m.jsonl").read_text() == ""
     assert capsys.readouterr().out == ""
 
 
-def test_claiming_leaves_an_older_metrics_file_alone(args, folder):
+def test_opening_a_run_leaves_an_older_metrics_file_alone(args, folder):
     metrics = Path(args.metrics_out)
     metrics.parent.mkdir()
     metrics.write_text("what was there\n")
-    claim(args, folder)
+    open_or_resume(args, folder)
     assert metrics.read_text() == "what was there\n"
 
 
 def test_a_run_that_exists_is_refused_before_anything_is_written(args, folder):
     path = save_step(folder, 20)
     with pytest.raises(ValueError) as caught:
-        claim(args, folder)
+        open_or_resume(args, folder)
     assert (
         str(caught.value)
         == f"{folder} holds a run already: add --resume to continue it, or choose a different --run-name"
@@ -106,7 +110,7 @@ def test_a_run_that_exists_is_refused_before_anything_is_written(args, folder):
 def test_even_an_unreadable_checkpoint_means_that_the_run_exists(args, folder):
     save_step(folder, 20).write_bytes(b"cut off")
     with pytest.raises(ValueError, match="holds a run already"):
-        claim(args, folder)
+        open_or_resume(args, folder)
 
 
 @pytest.mark.parametrize("how", ["--resume", "restarted by torchrun"])
@@ -115,7 +119,7 @@ def test_a_run_goes_on_from_its_newest_readable_checkpoint(args, folder, how, ca
         path = save_step(folder, step)
     path.write_bytes(path.read_bytes()[:-50])
     args = changed(args, resume=how == "--resume")
-    assert claim(args, folder, restarted=not args.resume)["progress"]["step"] == 40
+    assert open_or_resume(args, folder, restarted=not args.resume)["progress"]["step"] == 40
     assert capsys.readouterr().out.splitlines() == [
         "[rank 0/1] skipped checkpoint-00000060.pt (truncated, or not a checkpoint)",
         f"[rank 0/1] resuming from {folder / 'checkpoint-00000040.pt'}",
@@ -128,69 +132,81 @@ def test_with_nothing_readable_resume_is_an_error(args, folder, broken, capsys):
     if broken:
         save_step(folder, 20).write_bytes(b"cut off")
     with pytest.raises(ValueError, match=f"nothing to resume: no readable checkpoint in {folder}"):
-        claim(args, folder)
+        open_or_resume(args, folder)
     assert ("skipped checkpoint-00000020.pt" in capsys.readouterr().out) == broken
 
 
 @pytest.mark.parametrize("resume", [False, True])
 def test_a_restart_by_torchrun_before_the_first_checkpoint_begins_anew(args, folder, resume, capsys):
     args = changed(args, resume=resume)
-    assert claim(args, folder, restarted=True) is None
+    assert open_or_resume(args, folder, restarted=True) is None
     assert "restarted before anything was saved: starting from scratch" in capsys.readouterr().out
 
 
 def test_a_restart_by_torchrun_on_a_host_that_has_no_checkpoint_is_refused(args, folder):
-    run = runs.Run(folder, runs.options_of(args), restarted=True, saved_step=40)
+    run = RestartableRun(folder, runs.options_of(args))
+    run.restarted, run.saved_step = True, 40
     wanted = f"the checkpoint after step 40 is not in {folder} on .*: give all nodes a --storage-path that they share"
     with pytest.raises(ValueError, match=wanted):
-        run.claim(args, Worker())
+        run.open_or_resume(args, Worker())
     save_step(folder, 20)  # of a time when rank 0 was on this host
     with pytest.raises(ValueError, match=wanted):
-        run.claim(args, Worker())
+        run.open_or_resume(args, Worker())
     save_step(folder, 60)  # written a moment before the others could note it
-    assert run.claim(args, Worker())["progress"]["step"] == 60
+    assert run.open_or_resume(args, Worker())["progress"]["step"] == 60
 
 
 def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monkeypatch):
     """The processes that an agent starts again have the same parent, here this test's own."""
     args = changed(args, run_name=None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    runs.write_note(folder, -1)
-    again = runs.Run.from_args(args)
+    restarts.write_note(folder, -1)
+    again = RestartableRun.from_args(args)
     assert (again.folder, again.restarted, again.saved_step) == (folder, True, -1)
-    again.save({"progress": {"step": 10}}, Worker(rank=1))  # another node's first save: it knows the run, and no step
-    assert runs.Run.from_args(args).saved_step == -1
-    again.saved_step = -1
     again.save({"progress": {"step": 20}}, Worker())
-    again.save({"progress": {"step": 40}}, Worker(rank=1))  # another node, to which step 40 is not yet certain
-    assert runs.Run.from_args(args).saved_step == 20
-    monkeypatch.setattr(os, "getppid", os.getpid)
-    other = runs.Run.from_args(args)
-    assert (other.folder == folder, other.restarted) == (False, False)
+    assert RestartableRun.from_args(args).saved_step == 20
+    again.save({"progress": {"step": 40}}, Worker(rank=1))  # another node, which has no checkpoint of its own
+    assert RestartableRun.from_args(args).saved_step == 40 and len(runs.Run(folder).list_newest_first()) == 1
+
+
+def test_a_process_finds_its_agent_even_through_a_wrapper(monkeypatch):
+    """The agent is the first process above it that does not have the variable which agents give to their processes."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    script = [sys.executable, "-c", "from shared import restarts; print(restarts.note_name())"]
+    starts_it = "import os, subprocess, sys; os.environ['TORCHELASTIC_RUN_ID'] = 'none'; subprocess.run(sys.argv[1:])"
+
+    def note_of(*command: str) -> str:
+        return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.strip()
+
+    direct = note_of(*script)
+    assert f"-{os.getpid()}-" in direct
+    assert note_of("sh", "-c", f"{shlex.join(script)}; true") == direct
+    other = note_of("env", "--unset=TORCHELASTIC_RUN_ID", sys.executable, "-c", starts_it, *script)
+    assert other.startswith(".torchrun-") and f"-{os.getpid()}-" not in other
 
 
 def test_a_restart_by_torchrun_never_writes_over_checkpoints_that_it_cannot_read(args, folder):
     save_step(folder, 20).write_bytes(b"cut off")
     with pytest.raises(ValueError, match="no readable checkpoint"):
-        claim(args, folder, restarted=True)
+        open_or_resume(args, folder, restarted=True)
 
 
 def test_resume_needs_a_name(args, folder):
     args = changed(args, resume=True, run_name=None)
     with pytest.raises(ValueError, match="--resume needs the --run-name"):
-        claim(args, folder)
+        open_or_resume(args, folder)
 
 
 def test_a_storage_path_that_is_a_url_is_refused(args):
     args = changed(args, storage_path="s3://bucket/runs")
     with pytest.raises(UsageError, match="--storage-path s3://bucket/runs"):
-        runs.Run.from_args(args)
+        RestartableRun.from_args(args)
 
 
 def test_a_storage_path_that_cannot_be_made_is_a_clear_error(args, folder):
     folder.parent.write_text("a file where the folder should be")
     with pytest.raises(ValueError, match=f"cannot write to --storage-path: .*: {folder}"):
-        claim(args, folder)
+        open_or_resume(args, folder)
 
 
 def test_a_read_only_storage_path_is_a_clear_error(args, folder, monkeypatch):
@@ -199,7 +215,7 @@ def test_a_read_only_storage_path_is_a_clear_error(args, folder, monkeypatch):
 
     monkeypatch.setattr(Path, "touch", refuse)
     with pytest.raises(ValueError, match=f"cannot write to --storage-path: Read-only file system: {folder}"):
-        claim(args, folder)
+        open_or_resume(args, folder)
 
 
 @pytest.mark.parametrize("in_the_way", ["a folder", "a file for a folder"])
@@ -210,7 +226,7 @@ def test_a_metrics_file_that_cannot_be_written_is_a_clear_error(args, folder, in
     else:
         metrics.parent.write_text("a file")
     with pytest.raises(ValueError, match=f"cannot write to --metrics-out: .*: {metrics}"):
-        claim(args, folder)
+        open_or_resume(args, folder)
 
 
 @pytest.mark.parametrize(("name", "saved"), [("model", "mlp"), ("dataset", "synthetic")])
@@ -218,7 +234,7 @@ def test_a_checkpoint_of_another_model_or_data_set_is_refused(args, folder, name
     path = save_step(folder, 20, **{name: saved})
     args = changed(args, resume=True)
     with pytest.raises(ValueError) as caught:
-        claim(args, folder)
+        open_or_resume(args, folder)
     assert str(caught.value) == f"{path} is of --{name} {saved}, and this run asks for --{name} {getattr(args, name)}"
 
 
@@ -230,13 +246,13 @@ def test_a_checkpoint_of_another_program_is_refused(args, folder, progress):
     path = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, 20))
     args = changed(args, resume=True)
     with pytest.raises(ValueError, match=str(path)):
-        claim(args, folder)
+        open_or_resume(args, folder)
 
 
 def test_other_options_than_before_are_noted(args, folder, capsys):
     save_step(folder, 20, lr=0.5, batch_size=32)
     args = changed(args, resume=True)
-    assert claim(args, folder)["progress"]["step"] == 20
+    assert open_or_resume(args, folder)["progress"]["step"] == 20
     other, ignored = [line for line in capsys.readouterr().out.splitlines() if "note" in line]
     assert ignored.endswith(
         "note: lr 0.001 is ignored: optimizer and schedule are restored; the run was started with 0.5"
@@ -247,7 +263,7 @@ def test_other_options_than_before_are_noted(args, folder, capsys):
 def test_more_epochs_are_no_other_options(args, folder, capsys):
     save_step(folder, 20)
     args = changed(args, resume=True, epochs=50)
-    claim(args, folder)
+    open_or_resume(args, folder)
     assert "note" not in capsys.readouterr().out
 
 
@@ -257,9 +273,9 @@ def test_more_epochs_are_no_other_options(args, folder, capsys):
 def test_a_whole_epoch_becomes_a_line_and_the_next_one_begins():
     progress, new = new_progress(10), new_progress(10).state_dict()
     progress.record_steps([3.0, 2.0], [4, 4], 2.0)
-    assert progress.inside_epoch
+    assert progress.interrupted
     progress.record_steps([1.0], [2], 0.5)
-    assert not progress.inside_epoch
+    assert not progress.interrupted
     line = progress.finish_epoch({"val_loss": 0.5})
     assert line == {
         "epoch": 1, "train_loss": (3 * 4 + 2 * 4 + 1 * 2) / 10, "val_loss": 0.5,
@@ -278,8 +294,31 @@ def test_a_progress_continues_from_what_was_saved():
     other.load_state_dict(progress.state_dict())
     assert other.state_dict() == progress.state_dict() and other.step == 1
     assert set(progress.state_dict()) == {
-        "step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options",
+        "step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options", "num_samples",
     }  # fmt: skip
+
+
+def test_in_the_middle_of_an_epoch_a_progress_does_not_continue_with_different_data():
+    progress = new_progress(10)
+    progress.load_state_dict(new_progress(12).state_dict())  # between two epochs nothing counts samples yet
+    progress.record_steps([3.0], [4], 2.0)
+    with pytest.raises(UsageError, match="the epoch began with 10 training samples, and now there are 12"):
+        new_progress(12).load_state_dict(progress.state_dict())
+    old = progress.state_dict()
+    del old["num_samples"]  # a checkpoint of an earlier version
+    new_progress(12).load_state_dict(old)
+
+
+def test_a_disk_that_is_full_ends_the_run_with_one_line_and_its_checkpoints_stay(args, folder, monkeypatch):
+    kept, run = save_step(folder, 20), runs.Run(folder, runs.options_of(args))
+
+    def fill_the_disk(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", fill_the_disk)
+    with pytest.raises(UsageError, match=r"cannot save .*-00000040.pt: No space left on device\. .*20.pt is saved"):
+        run.save({"progress": {"step": 40}}, Worker())
+    assert run.list_newest_first() == [kept]
 
 
 @pytest.mark.parametrize(("step", "epoch", "max_steps", "finished"), [
@@ -287,7 +326,7 @@ def test_a_progress_continues_from_what_was_saved():
 ])  # fmt: skip
 def test_a_run_is_finished_after_its_epochs_or_its_steps(step, epoch, max_steps, finished):
     progress = new_progress(10)
-    progress.limits = Limits(batch_size=4, epochs=5, max_steps=max_steps)
+    progress.args = progress_options(batch_size=4, epochs=5, max_steps=max_steps)
     progress.step, progress.epoch = step, epoch
     assert progress.finished == finished
     assert progress.last_step == (max_steps or 15)
@@ -300,8 +339,8 @@ def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsy
     clock = iter(range(0, 100, 2))
     monkeypatch.setattr("shared.progress.time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("shared.progress.LINE_EVERY_S", 3)
-    progress = Progress(Limits(4, epochs=2, quiet=quiet), Worker(rank, world_size=2), 12, options={})
-    progress.begin_part()  # at 0 s
+    progress = Progress(progress_options(4, epochs=2, quiet=quiet), Worker(rank, world_size=2), 12, options={})
+    progress.start_steps()  # at 0 s
     for loss in (1.0, 2.0, 3.0):
         progress.add_step(torch.tensor(loss / 2), 4)  # this rank's share of the mean over two ranks
     lines = capsys.readouterr().out.splitlines()
@@ -316,11 +355,11 @@ def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsy
 def test_in_a_notebook_a_bar_takes_the_place_of_the_lines(quiet, monkeypatch, capsys):
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
     monkeypatch.setattr("shared.progress.LINE_EVERY_S", 0)
-    progress = Progress(Limits(4, epochs=2, quiet=quiet), Worker(), 12, options={})
-    progress.begin_part()
+    progress = Progress(progress_options(4, epochs=2, quiet=quiet), Worker(), 12, options={})
+    progress.start_steps()
     for _ in range(3):
         progress.add_step(torch.tensor(1.0), 4)
-    progress.end_part()
+    progress.finish_steps()
     out, err = capsys.readouterr()
     assert out == "" and ("steps:" in err and "/6" in err) != quiet and (quiet is False or err == "")
 

@@ -23,7 +23,7 @@ from runs import (
 )
 from small_runs import UNEVEN
 
-from shared.distributed import free_port
+from shared.rendezvous import free_port
 
 # --- N ranks compute what one process computes (more of it: test_small_runs.py) ------------------------------------
 

@@ -10,12 +10,12 @@ from types import ModuleType
 
 import pytest
 import torch
-from runs import ROOT, Fork, refused, refused_here, train
+from runs import ROOT, Fork, progress_options, refused, refused_here, train
 
 import zero
 from shared import datasets, measure, models
 from shared.distributed import Worker
-from shared.progress import Limits, Progress
+from shared.progress import Progress
 
 DDP = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
 FSDP2 = ROOT / "03-fsdp-deepspeed/train_ray_fsdp2.py"
@@ -131,7 +131,7 @@ def test_the_learning_rate_is_the_epochs_also_where_a_resumed_run_has_another_ba
     """1,280 windows, halved every two epochs: what DeepSpeed counts on is the steps of the batch before."""
 
     def factor_of(batch_size: int, epoch: int, position: int, step: int) -> Callable[[int], float]:
-        progress = Progress(Limits(batch_size, epochs=9), Worker(), 1280, options={"lr_step_size": 2})
+        progress = Progress(progress_options(batch_size, epochs=9), Worker(), 1280, options={"lr_step_size": 2})
         progress.load_state_dict(progress.state_dict() | {"epoch": epoch, "position": position, "step": step})
         return deepspeed_script.schedule(progress)
 

@@ -17,7 +17,7 @@ import clusters
 import pytest
 from runs import LIMIT, TORCHRUN
 
-from shared.distributed import free_port
+from shared.rendezvous import free_port
 
 
 def without_ray(**variables: str) -> dict[str, str]:

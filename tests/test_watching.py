@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
 
-from shared.distributed import free_port
+from shared.rendezvous import free_port
 
 LESSON = Notebook(ROOT / "04-ray-in-production/03_watching.ipynb")
 CELLS = {cell.raw["id"]: cell for cell in LESSON.cells}

@@ -15,8 +15,9 @@ from ray._private.utils import get_num_cpus
 from ray.autoscaler.v2.sdk import get_cluster_status
 
 import shared
-from shared.distributed import Worker, free_port
+from shared.distributed import Worker
 from shared.errors import UsageError
+from shared.rendezvous import free_port
 
 AUTOSCALER_WAIT_S = 45  # for a cluster that may grow
 OWN_RAY_ENV: dict[str, str] = {}  # of a Ray that `start` has started: in the environment of each of its processes

@@ -18,6 +18,7 @@ import ray.train
 from shared import checkpoint, runs, sharded
 from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, wait_for_all
 from shared.errors import UsageError
+from shared.on_ray.command_line import path_or_uri
 from shared.progress import write_metrics
 
 STATE_FILE = "state.pt"
@@ -35,20 +36,20 @@ def file_system(folder: str) -> tuple[pyarrow.fs.FileSystem, str]:
 class RayRun(runs.Run):
     """A run whose checkpoints are folders that Ray Train has stored, under a path or a URI.
 
-    The driver claims it and sends it to the workers.
+    The driver opens it and sends it to the workers.
     """
 
     local_mode = False  # Ray's local mode stores no checkpoints
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **more: object) -> "RayRun":
-        """The run that the options ask for. Raises UsageError for a URI with options in it."""
-        if "://" not in args.storage_path:
-            folder = str(runs.Run.from_args(args).folder)
-        elif "?" in args.storage_path:
+        """The run that the options ask for. more: what else decides what it computes.
+
+        Raises UsageError for a URI with options in it.
+        """
+        if "://" in args.storage_path and "?" in args.storage_path:
             raise UsageError("--storage-path takes no options after a ?; AWS_ENDPOINT_URL names your own S3 store")
-        else:
-            folder = f"{args.storage_path.rstrip('/')}/{args.run_name or runs.new_name()}"
+        folder = f"{path_or_uri(args.storage_path)}/{args.run_name or runs.new_name()}"
         run = cls(folder, runs.options_of(args) | more)
         run.local_mode = args.num_workers == 0
         return run
@@ -125,10 +126,13 @@ class RayRun(runs.Run):
             if gone:
                 files.delete_file(snapshot)
 
-    def claim(self, args: argparse.Namespace, worker: Worker) -> dict | None:
-        """As `Run.claim`, for the driver, before it starts a worker. Raises ValueError for --resume in local mode."""
+    def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
+        """As `Run.open_or_resume`, for the driver, before it starts a worker.
+
+        Raises ValueError for --resume in local mode.
+        """
         if not self.local_mode:
-            return super().claim(args, worker)
+            return super().open_or_resume(args, worker)
         if args.resume:
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
         return runs.check_metrics_out(args)
@@ -141,8 +145,8 @@ class RayRun(runs.Run):
                 "--storage-path must be a folder that all nodes share, or a URI such as s3://BUCKET/runs"
             )
 
-    def newest_state(self, worker: Worker) -> tuple[str | None, dict | None]:
-        """Path and state of the newest readable checkpoint, on every rank; (None, None) before the first. Collective.
+    def load_on_all_ranks(self, worker: Worker) -> tuple[str | None, dict | None]:
+        """(path, state) of the newest readable checkpoint, on every rank; (None, None) before the first. Collective.
 
         The ranks share the work of checking files. Rank 0 reports what was skipped. Raises OSError if none can be read
         although the driver has read one or Ray has stored one: Ray then starts the workers again, as often as
@@ -170,12 +174,12 @@ class RayRun(runs.Run):
         return None, None
 
     @contextlib.contextmanager
-    def newest_checkpoint(self, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:
-        """As `newest_state`, with the path of a local folder.
+    def fetch_on_all_ranks(self, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:
+        """As `load_on_all_ranks`, but the path is a folder that this node can read.
 
-        A checkpoint in storage that this node does not see is copied to the node, once.
+        If the storage is not a folder that the node sees, the checkpoint is copied to the node, once.
         """
-        path, state = self.newest_state(worker)
+        path, state = self.load_on_all_ranks(worker)
         if path is None:
             yield None, None
         else:

@@ -23,7 +23,7 @@ from training import data, trainer, utils
 
 
 def main() -> None:
-    """Check the configuration, claim the run's folder, start Ray and train."""
+    """Check the configuration, open the run's folder, start Ray and train."""
     options, config = configuration.parse_command_line(configuration.run_parser(__doc__))
     driver = distributed.Worker(label="driver")
     fewest, most = config.cluster.num_workers
@@ -31,7 +31,7 @@ def main() -> None:
     with distributed.fail_together():
         data_folder = data.prepare(config)
         run = storage.RayRun.from_args(args)
-        run.claim(args, driver)
+        run.open_or_resume(args, driver)
     folders = trainer.Folders(run.folder, data_folder, str(Path(config.paths.log_dir, run.name).absolute()))
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(fewest, config.cluster.use_gpu, elastic=most > fewest, packages=[shared, training])
@@ -98,7 +98,7 @@ def train_worker(config: dict, run: storage.RayRun, folders: trainer.Folders, wo
         configuration.Config.model_validate(config),
         folders,
         worker,
-        load_newest=lambda: run.newest_state(worker)[1],
+        load_newest=lambda: run.load_on_all_ranks(worker)[1],
         store=lambda state, metrics: storage.report(state, metrics, worker),
     )
 

@@ -9,13 +9,13 @@ It computes the same as distributed_training.py.
 
 from pathlib import Path
 
-from shared import distributed, runs, script
+from shared import distributed, restarts, script
 from training import config as configuration
 from training import data, trainer, utils
 
 
 def main() -> None:
-    """Check the configuration, claim the run's folder and train."""
+    """Check the configuration, open the run's folder and train."""
     options, config = configuration.parse_command_line(configuration.run_parser(__doc__))
     worker = distributed.join()
     args = utils.run_args(config, options, num_workers=0)
@@ -23,8 +23,8 @@ def main() -> None:
         if worker.world_size > 1:
             raise ValueError("this program runs in one process; for several, use distributed_training.py")
         data_folder = data.prepare(config)
-        run = runs.Run.from_args(args)
-        state = run.claim(args, worker)
+        run = restarts.RestartableRun.from_args(args)
+        state = run.open_or_resume(args, worker)
     folders = trainer.Folders(str(run.folder), data_folder, str(Path(config.paths.log_dir, run.folder.name).absolute()))
     script.stop_on_signals(worker, run)
 

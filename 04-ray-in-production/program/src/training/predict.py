@@ -12,6 +12,7 @@ import torch
 from shared import options, script
 from shared.distributed import Worker, fail_together
 from shared.errors import UsageError
+from shared.on_ray.command_line import path_or_uri
 from shared.sampling import rank_loader
 from training import data, model, utils
 from training.config import Config
@@ -27,7 +28,7 @@ def main() -> None:
     parser.add_argument("--test", action="store_true", help="print the accuracy on the run's test set instead")
     args = parser.parse_args()
     with fail_together():
-        path, state = utils.best_state(options.path_or_uri(args.run))
+        path, state = utils.best_state(path_or_uri(args.run))
     config = Config.model_validate(state["config"])
     if state["vocabulary"] is None:
         raise UsageError(f"{path} was trained on synthetic data: it cannot read texts")

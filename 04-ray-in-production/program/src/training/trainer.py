@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared import checkpoint, distributed, options
 from shared.distributed import Worker
-from shared.progress import Limits, Progress
+from shared.progress import Progress
 from shared.sampling import check_divisible, rank_loader
 from training import data, model, utils
 from training.config import Config
@@ -95,8 +95,11 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, training.lr_step_size, training.lr_gamma)
         self.scaler = torch.amp.GradScaler(worker.device.type, enabled=training.precision == "fp16")
         distributed.seed_everything(training.seed + worker.rank)  # each rank draws its own dropout masks
-        limits = Limits(training.batch_size, training.epochs, quiet=True)  # the trainer writes its own log
-        self.progress = TextProgress(limits, worker, len(splits.train), options={})
+        args = options.Options(
+            batch_size=training.batch_size, epochs=training.epochs, max_steps=None, save_every_steps=None,
+            quiet=True,  # the trainer writes its own log
+        )  # fmt: skip
+        self.progress = TextProgress(args, worker, len(splits.train), options={})
         self.loader = rank_loader(
             splits.train, training.batch_size // worker.world_size, worker, training.seed, config.dataset.loader_workers
         )
@@ -127,14 +130,8 @@ class Trainer:
         if self.worker.world_size > 1:
             device_ids = [self.worker.device] if self.worker.device.type == "cuda" else None
             self.ddp_model = DistributedDataParallel(self.model, device_ids, gradient_as_bucket_view=True)
-            # As in shared.distributed.warm_up_ddp_buckets, a resumed run must add in the same order as one that never
-            # stopped. In train mode dropout would draw random numbers. In eval mode cuDNN's GRU and LSTM have no
-            # backward pass, but PyTorch's own have one.
-            self.ddp_model.eval()
             *inputs, _ = (tensor.to(self.worker.device) for tensor in self.splits.train[:0])
-            with torch.backends.cudnn.flags(enabled=False):
-                self.logits(self.ddp_model, inputs).sum().backward()
-            self.ddp_model.zero_grad()
+            distributed.warm_up_ddp_buckets(self.ddp_model, lambda: self.logits(self.ddp_model, inputs).sum())
 
     def finished(self) -> bool:
         """Return whether all epochs are done or early stopping ends the training."""

@@ -59,7 +59,7 @@ def main() -> None:
     with distributed.fail_together():
         data_folder = data.prepare(config)
         search = Search.from_args(args)
-        search.claim(args, driver)
+        search.open_or_resume(args, driver)
         Path(options.out).mkdir(parents=True, exist_ok=True)  # otherwise hours of work might end with an error
     logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns about trials that have not started yet
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table

@@ -1,0 +1,57 @@
+"""The options that all training scripts on Ray share."""
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from shared.options import Parser, checked, training_parser
+from shared.tasks import Task
+
+SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale cluster
+
+
+def path_or_uri(text: str) -> str:
+    """An option's value as an absolute path, or a URI without its trailing slash."""
+    return text.rstrip("/") if "://" in text else os.path.abspath(text)
+
+
+def ray_parser(description: str, tasks: Sequence[type[Task]], **choices: Sequence[str] | Mapping[str, str]) -> Parser:
+    """The options of every training script, and those of the scripts on Ray. choices: see `training_parser`."""
+    parser = training_parser(description, tasks, **choices)
+    parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
+    parser.add_argument("--num-workers", type=num_workers, default=2, metavar="N",
+        help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
+        help="one GPU per worker (default: if there are any; say so if a cluster has yet to start them)")  # fmt: skip
+    return parser
+
+
+def elastic_parser(description: str, tasks: Sequence[type[Task]]) -> Parser:
+    """As `ray_parser`, but --num-workers may be MIN:MAX: `num_workers` is MIN then and `max_workers` MAX."""
+    parser = ray_parser(description, tasks)
+    parser.add_argument("--num-workers", type=elastic_workers, default="2", metavar="N or MIN:MAX",
+        help="training processes; 0: Ray's local mode, in this process, to debug; MIN:MAX: as many as there is room "
+        "for, even when nodes come and go (default: %(default)s)")  # fmt: skip
+    parser.completions.append(split_worker_range)
+    return parser
+
+
+def worker_range(text: str) -> tuple[int, int]:
+    """N, or MIN:MAX, as the fewest and the most workers. Raises ValueError for anything else."""
+    fewest, _, most = text.partition(":")
+    if ":" in text and int(fewest) < 1:
+        raise ValueError(f"{text}: a range begins at 1")
+    return int(fewest), int(most if ":" in text else fewest)
+
+
+def split_worker_range(options: argparse.Namespace) -> None:
+    """Make two options of (MIN, MAX): num_workers and max_workers."""
+    options.num_workers, options.max_workers = options.num_workers
+
+
+num_workers = checked(int, lambda value: value >= 0, "a number of workers, 0 or more (this script takes no MIN:MAX)")
+elastic_workers = checked(
+    worker_range, lambda value: 0 <= value[0] <= value[1],
+    "a number of workers, 0 or more, or MIN:MAX with 1 <= MIN <= MAX",
+)  # fmt: skip

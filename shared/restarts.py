@@ -1,0 +1,85 @@
+"""A run that torchrun starts again by itself continues, on every node, without --resume.
+
+torchrun runs one agent per node. When a process dies on any node, the agents end all processes and start new ones,
+which know nothing of the old ones. The store through which the ranks meet is on the node of rank 0 and is lost with it.
+So each node keeps a note in the run's folder. The file is named after the agent, which survives, and it holds the step
+of the newest checkpoint. A later start of the same script has a different agent and does not find the note.
+"""
+
+import argparse
+import os
+import socket
+from pathlib import Path
+
+import psutil
+
+from shared import checkpoint, runs
+from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects
+from shared.errors import UsageError
+
+
+class RestartableRun(runs.Run):
+    """A run under torchrun, or in a single process. saved_step: of its newest checkpoint; -1: none yet."""
+
+    saved_step = -1
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "RestartableRun":
+        """The run that the options ask for, the same on every rank and after every restart by torchrun. Collective."""
+        if "://" in args.storage_path:
+            raise UsageError(f"--storage-path {args.storage_path}: this script writes to a folder that its node sees")
+        storage_path, note = Path(args.storage_path).absolute(), None
+        with fail_together():
+            note = find_note(storage_path)
+        # Rank 0 may be on a different host than before the restart: any node's note counts.
+        notes = [note for note in gather_objects(note) if note]
+        name, step = max(notes, key=lambda note: note[1], default=(from_rank_zero(runs.new_name()), -1))
+        run = cls(storage_path / (args.run_name or name), runs.options_of(args))
+        run.restarted, run.saved_step = bool(notes), step
+        return run
+
+    def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
+        """As `Run.open_or_resume`. Raises ValueError after a restart that does not see what was saved before it."""
+        newest = next(iter(self.list_newest_first()), None)
+        if self.saved_step >= 0 and (not newest or newest < checkpoint.path_for_step(self.folder, self.saved_step)):
+            raise ValueError(
+                f"the checkpoint after step {self.saved_step} is not in {self.folder} on {socket.gethostname()}, where "
+                "rank 0 is now: give all nodes a --storage-path that they share, or --resume with rank 0 where it is"
+            )
+        state = super().open_or_resume(args, worker)
+        if not self.restarted:
+            write_note(Path(self.folder), -1)
+        elif state is None:
+            worker.log("restarted before anything was saved: starting from scratch")
+        return state
+
+    def save(self, state: dict, worker: Worker) -> None:
+        """As `Run.save`. Each node notes the step."""
+        super().save(state, worker)
+        if worker.local_rank == 0:
+            write_note(Path(self.folder), state["progress"]["step"])
+
+
+def note_name() -> str | None:
+    """The name of this job's notes on this node; None if no agent has started this process."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    # The agent sets the variable for its processes. A wrapper such as numactl may be between it and this one.
+    agent = next(each for each in psutil.Process().parents() if "TORCHELASTIC_RUN_ID" not in each.environ())
+    return f".torchrun-{socket.gethostname()}-{agent.pid}-{agent.create_time():.0f}"
+
+
+def write_note(folder: Path, step: int) -> None:
+    """Note on this node that the run in `folder` is this job's, and saved after `step` steps; -1: not yet."""
+    if (name := note_name()) is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial = folder / f"{name}.partial"
+        partial.write_text(str(step))
+        os.replace(partial, folder / name)
+
+
+def find_note(storage_path: Path) -> tuple[str, int] | None:
+    """(run name, newest step or -1) that this node has noted under `storage_path` before a restart; else None."""
+    name = note_name()
+    found = [] if name is None else list(storage_path.glob(f"*/{name}"))
+    return (found[0].parent.name, int(found[0].read_text())) if found else None
