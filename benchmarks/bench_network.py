@@ -130,44 +130,40 @@ def format_range(values: list[float]) -> str:
 def report(result: dict, figure: str) -> str:
     """Render the result as a Markdown page."""
     ways = {(row["mbit"], row["way"]): row for row in result["ways"]}
-    baseline = result["ways"][0]["way"]
-    is_old = baseline == "as ever"  # what results of November 2026 call the baseline
-    warm_up, compared_to = ("as ever", "ever") if is_old else ("without them", "the baseline")
     num_parameters = GRADIENT_BYTES // 4
-    expected = {baseline if way == BASELINE else way: size for way, size in EXPECTED.items()}
     networks = sorted({mbit for mbit, _ in ways}, reverse=True)
     warning = "\n**A smoke run: its numbers mean nothing.**\n" if result["quick"] else ""
     page = f"""# A slow network on {result["device"]}, {result["date"]}
 {warning}
-Two nodes of one machine, each in a network namespace, joined by one wire of limited rate; gloo, one thread a rank. A
-network of three linear layers with {num_parameters:,} parameters on 8x8 digits, SGD, 32 samples a rank and batch; hooks
-start after 8 batches {warm_up}, which are not measured. CPU: {result["cpu"]}, {result["cpus"]} of them;
+Two nodes of one machine, each in a network namespace, joined by one wire of limited rate; gloo, one thread per rank. A
+network of three linear layers with {num_parameters:,} parameters on 8x8 digits, SGD, 32 samples per rank and batch;
+hooks start after 8 batches without them, which are not measured. CPU: {result["cpu"]}, {result["cpus"]} of them;
 {result["system"]}; Python {result["python"]}, torch {result["torch"]}. Milliseconds are medians of runs in turn,
 {result["repeats"]} of each; a ratio is that of the medians, its range that of single pairs.
 {calibration_line(result)}
 ## Eight ways to send gradients
 
-| way | {" | ".join(f"ms a batch at {mbit:,} Mbit/s" for mbit in networks)} | kB sent | expected |
+| way | {" | ".join(f"ms per batch at {mbit:,} Mbit/s" for mbit in networks)} | kB sent | expected |
 |---|{"---:|" * len(networks)}---:|---:|
 """
-    for way, size in expected.items():
+    for way, size in EXPECTED.items():
         cells = " | ".join(f"{ways[mbit, way]['ms']:.1f}" for mbit in networks)
         page += f"| {way} | {cells} | {ways[SLOW, way]['wire'] / 1e3:,.1f} | {size / 1e3:,.1f} |\n"
-    deviations = [abs(row["wire"] / expected[row["way"]] - 1) for row in result["ways"] if expected[row["way"]] > 1e6]
+    deviations = [abs(row["wire"] / EXPECTED[row["way"]] - 1) for row in result["ways"] if EXPECTED[row["way"]] > 1e6]
     page += f"""
 Bytes sent are those of one node over the wire, headers and acknowledgements included, at {SLOW} Mbit/s. Where more than
 a megabyte is expected, over all networks the kernel's count is at most **{max(deviations):.2%}** away from it, goal
 {GOAL_BYTES:.0%}: {reached(max(deviations) <= GOAL_BYTES)}.
 
-How many times as fast as {compared_to}:
+How many times as fast as the baseline:
 
 | way | {" | ".join(f"at {mbit:,} Mbit/s (range)" for mbit in networks)} | goal at {SLOW} Mbit/s |
 |---|{"---:|" * len(networks)}---|
 """
-    for way in list(expected)[1:]:
+    for way in list(EXPECTED)[1:]:
         cells = []
         for mbit in networks:
-            before, after = ways[mbit, baseline], ways[mbit, way]
+            before, after = ways[mbit, BASELINE], ways[mbit, way]
             pairs = [a / b for a, b in zip(before["all_ms"], after["all_ms"], strict=True)]
             ratio = before["ms"] / after["ms"]
             cells.append(f"{ratio:.2f} ({format_range(pairs)})")
@@ -178,13 +174,13 @@ How many times as fast as {compared_to}:
     speedups = format_range([a / b for a, b in zip(*levels["all_ms"].values(), strict=True)])
     formula = {"flat": 2 * 3 / 4 * levels["bytes"], "hierarchical": 2 * 1 / 2 * levels["bytes"]}
     page += f"""
-![Milliseconds a batch, by way and network]({figure})
+![Milliseconds per batch, by way and network]({figure})
 
 ## An all-reduce in two levels
 
 {levels["bytes"]:,} bytes, two nodes with two ranks each, {levels["mbit"]} Mbit/s between them.
 
-| sum | ms | MB a node sent | expected |
+| sum | ms | MB sent per node | expected |
 |---|---:|---:|---:|
 """
     for way, size in formula.items():
@@ -201,9 +197,9 @@ goal {GOAL_LEVELS:g}: {reached(speedup >= GOAL_LEVELS)}.
 
 ## Bucket size
 
-{baseline.capitalize()}, at {buckets["mbit"]} Mbit/s.
+The baseline, at {buckets["mbit"]} Mbit/s.
 
-| `bucket_cap_mb` | buckets | ms a batch |
+| `bucket_cap_mb` | buckets | ms per batch |
 |---:|---:|---:|
 {"".join(f"| {size} | {BUCKETS[float(size)]} | {ms:.1f} |{chr(10)}" for size, ms in buckets["ms"].items())}
 From the best to the worst: **{spread:.1%}**. Expected to matter little, less than {GOAL_BUCKETS:.0%}:
