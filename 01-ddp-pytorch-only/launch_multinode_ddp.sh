@@ -25,7 +25,7 @@ unless it is set, and each its own GPUs, or none where these are fewer than the 
 options from PET_*: for its --max-restarts 2 set PET_MAX_RESTARTS=2.
 
 Every line of output begins with its node, numbered as you listed them. torchrun numbers nodes by itself (GROUP_RANK),
-in the order of their names as text; rank 0, which writes checkpoints and metrics, is on the first of those (on
+in the order of their addresses as text; rank 0, which writes checkpoints and metrics, is on the first of those (on
 localhost: node 0).
 A node that fails ends the others, and its exit code is this one's; torchrun's is 1, whatever the script's was.
 Ctrl-C and SIGTERM end all processes on all hosts (exit code 130, 143). When a connection drops, ssh notices within a
@@ -94,7 +94,7 @@ script=$repository/01-ddp-pytorch-only/train_ddp.py
 [[ -n ${PYTHON:-} ]] || { PYTHON=$repository/.venv/bin/python && [[ -x $PYTHON ]]; } || PYTHON=python3
 launch_id=launch-$(date +%Y%m%d-%H%M%S)-$$
 ssh_options=(-o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=15 -o LogLevel=ERROR)
-first=${hosts[0]##*@} variables=() gpus=() command=()
+first=${hosts[0]##*@} variables=() gpus=() command=() addresses=("${hosts[@]##*@}")
 if ((num_local)); then
     first=127.0.0.1
     "$PYTHON" -c '' 2>/dev/null || fail "PYTHON=$PYTHON does not run"
@@ -123,7 +123,7 @@ else
 fi
 
 compose() { # compose NUMBER: set `command` to that node's
-    local host=${hosts[$1]} address=${hosts[$1]##*@} own=("${variables[@]}")
+    local host=${hosts[$1]} address=${addresses[$1]} own=("${variables[@]}")
     # Agents number themselves by their addresses as text, and only the first one's is ever used: 127... < localhost.
     [[ $host != localhost || $1 != 0 ]] || address=$first
     if ((${#gpus[@]})); then
@@ -150,13 +150,25 @@ for number in "${!hosts[@]}"; do
 done
 [[ -z $dry_run ]] || exit 0
 
-# [3] Find now what would make the nodes wait for each other in vain.
-resolve=$(quote "$PYTHON" -c 'import socket, sys; socket.getaddrinfo(sys.argv[1], None)' "$first")
-for host in "${hosts[@]}"; do
+# [3] Find now what would make the nodes wait for each other in vain. And ask each host for the addresses of the others:
+# its own name may lead a host to itself only (127.0.1.1), and gloo finds its interface by the first node's address.
+resolve=$(quote "$PYTHON" -c 'import socket, sys
+socket.getaddrinfo(sys.argv[1], None)
+for name in sys.argv[1:]:
+    try:
+        print(min(socket.getaddrinfo(name, None))[4][0])
+    except OSError:
+        print(name)' "${addresses[@]}")
+for number in "${!hosts[@]}"; do
+    host=${hosts[number]}
     [[ $host == localhost ]] ||
-        problem=$(ssh -n "${ssh_options[@]}" "$host" \
+        answer=$(ssh -n "${ssh_options[@]}" "$host" \
             "cd $(quote "$PWD") && ls $(quote "$script") >/dev/null && $resolve" 2>&1) ||
-        fail "$host is not ready: ${problem##*$'\n'}"
+        fail "$host is not ready: ${answer##*$'\n'}"
+    [[ $host == localhost ]] || mapfile -t answers <<<"$answer"
+    for other in "${!hosts[@]}"; do
+        [[ $host == localhost || $other == "$number" ]] || addresses[other]=${answers[-${#hosts[@]} + other]}
+    done
 done
 
 # [4] Start all nodes, each in a process group of its own; the first that fails ends the others.

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 import ray.train
 import torch
-from ray.train.torch import TorchConfig, TorchTrainer, prepare_data_loader, prepare_model
+from ray.train.torch import TorchTrainer, prepare_data_loader, prepare_model
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -44,7 +44,7 @@ def main() -> None:
     trainer = TorchTrainer(
         workers.on_workers(train),
         train_loop_config={"args": args, "run": run},
-        torch_config=TorchConfig(timeout_s=600),  # a collective that a worker never reaches; Ray's default is 1,800
+        torch_config=workers.NodeTorchConfig(timeout_s=600),  # a collective that a worker never reaches; default 1,800
         scaling_config=ray.train.ScalingConfig(
             num_workers=(args.num_workers, args.max_workers) if elastic else args.num_workers,
             use_gpu=use_gpu,
@@ -70,7 +70,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
         run.check_folder()
-    task = tasks.build(TASKS, args, worker, args.max_workers)
+    task = tasks.build(TASKS, args, worker, args.max_workers, run.patience_s)
 
     # [3] Start from the same weights on every rank. After that each rank draws its own random numbers (dropout).
     distributed.seed_everything(args.seed)
@@ -99,13 +99,13 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # Ray's own sampler would pad, and a single worker would get none. Ray keeps ours, and moves the batches.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     if not resumed:
-        save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+        save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [6] Train, validate and save, epoch by epoch.
     while not progress.finished:
         extra_metrics = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
         if progress.interrupted:  # by --save-every-steps
-            save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+            save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
         metrics = progress.finish_epoch({
@@ -115,7 +115,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         })  # fmt: skip
         if progress.epoch_complete:
             scheduler.step()
-        save(worker, model, optimizer, scheduler, progress, metrics)
+        save(run, worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
             worker.log(progress.describe(metrics))
     return progress.metrics
@@ -159,10 +159,12 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
+def save(
+    run: storage.RayRun, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict
+) -> None:
     """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
-    storage.report(state, metrics, worker)
+    run.report(state, metrics, worker)
 
 
 if __name__ == "__main__":

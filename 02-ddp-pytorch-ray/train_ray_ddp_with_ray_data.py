@@ -120,7 +120,7 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
         inputs, targets = task.to_device([torch.empty(0, *images.image_shape), torch.empty(0, dtype=torch.long)])
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     if not resumed:
-        save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+        save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [7] Train, validate and save, epoch by epoch.
     while not progress.finished:
@@ -132,7 +132,7 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
         metrics["samples_seen"] = seen_once
         if progress.epoch_complete:
             scheduler.step()
-        save(worker, model, optimizer, scheduler, progress, metrics)
+        save(run, worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
             worker.log(progress.describe(metrics))
     return progress.metrics
@@ -198,10 +198,12 @@ def evaluate(model: nn.Module, shard: ray.data.DataIterator, batch_size: int, ta
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
+def save(
+    run: storage.RayRun, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict
+) -> None:
     """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
-    storage.report(state, metrics, worker)
+    run.report(state, metrics, worker)
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
         run.check_folder()
         if args.offload and worker.device.type == "cpu":
             raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")
-    task = tasks.build(TASKS, args, worker)
+    task = tasks.build(TASKS, args, worker, patience_s=run.patience_s)
 
     # [3] Continue an interrupted run, or begin: the engine is the model, its optimizer and its scheduler in one.
     distributed.join_alone(worker.device)  # in local mode
@@ -101,7 +101,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
     while not progress.finished:
         extra_metrics = train_epoch(engine, train_loader, task, worker, progress)
         if progress.interrupted:  # by --save-every-steps
-            save(worker, engine, progress, {"epoch": 0})
+            save(run, worker, engine, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
             # Every forward pass gathers weights from all ranks: each must make equally many.
@@ -109,7 +109,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
             **extra_metrics,
             "world_size": worker.world_size,
         })  # fmt: skip
-        save(worker, engine, progress, metrics)
+        save(run, worker, engine, progress, metrics)
         if worker.rank == 0:
             worker.log(progress.describe(metrics))
     return progress.metrics
@@ -186,11 +186,11 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(worker: distributed.Worker, engine: nn.Module, progress: Progress, metrics: dict) -> None:
+def save(run: storage.RayRun, worker: distributed.Worker, engine: nn.Module, progress: Progress, metrics: dict) -> None:
     """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
     # No random state: nothing here draws numbers. With dropout, add checkpoint.random_state(), as in chapter 1.
     state = {"progress": progress.state_dict(), "world_size": worker.world_size}
-    storage.report(state, metrics, worker, write=lambda folder: zero.save_zero(folder, engine))
+    run.report(state, metrics, worker, write=lambda folder: zero.save_zero(folder, engine))
 
 
 if __name__ == "__main__":

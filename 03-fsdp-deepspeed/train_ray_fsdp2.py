@@ -68,7 +68,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         run.check_folder()
         if args.offload and worker.device.type == "cpu":
             raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")
-    task = tasks.build(TASKS, args, worker)
+    task = tasks.build(TASKS, args, worker, patience_s=run.patience_s)
 
     # [3] No rank ever holds the whole model: it is laid out without memory and cut up, then each slice gets its values.
     distributed.join_alone(worker.device)  # in local mode
@@ -100,7 +100,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     while not progress.finished:
         extra_metrics = train_epoch(model, train_loader, optimizer, task, worker, progress)
         if progress.interrupted:  # by --save-every-steps
-            save(worker, model, optimizer, scheduler, progress, {"epoch": 0})
+            save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
             # Every forward pass gathers weights from all ranks: each must make equally many.
@@ -110,7 +110,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         })  # fmt: skip
         if progress.epoch_complete:
             scheduler.step()
-        save(worker, model, optimizer, scheduler, progress, metrics)
+        save(run, worker, model, optimizer, scheduler, progress, metrics)
         if worker.rank == 0:
             worker.log(progress.describe(metrics))
     return progress.metrics
@@ -164,11 +164,13 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
+def save(
+    run: storage.RayRun, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict
+) -> None:
     """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
     # No random state: nothing here draws numbers. With dropout, add checkpoint.random_state(), as in chapter 1.
     state = {"scheduler": scheduler.state_dict(), "progress": progress.state_dict()}
-    storage.report(state, metrics, worker, write=lambda folder: sharded.save_sharded(folder, model, optimizer))
+    run.report(state, metrics, worker, write=lambda folder: sharded.save_sharded(folder, model, optimizer))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from shared.distributed import Worker, local_first
+from shared.checkpoint import check_finite
+from shared.distributed import Worker, fail_together, local_first
 from shared.errors import UsageError
 from shared.sampling import local_batch_size
 
@@ -80,6 +81,9 @@ def state_tensors(engine: object) -> list[torch.Tensor]:
 
 def save_zero(folder: str | Path, engine: object) -> None:
     """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective; folders as above."""
+    with fail_together():
+        weights = dict(engine.module.named_parameters())
+        check_finite({name: getattr(weight, "ds_tensor", weight) for name, weight in weights.items()})
     (Path(folder) / "zero").mkdir()  # DeepSpeed makes it on the first rank's node only
     engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
 

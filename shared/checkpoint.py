@@ -57,7 +57,24 @@ def load(path: str | Path) -> dict:
         raise ValueError(str(error).splitlines()[0]) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError("not a checkpoint of this workshop")
+    if name := first_not_finite(state.get("model", {})):
+        raise ValueError(f"diverged: {name} in it is not finite")
     return state
+
+
+def first_not_finite(weights: dict[str, torch.Tensor]) -> str | None:
+    """The name of the first tensor with an infinite or undefined number in it. Of a DTensor the local shard counts."""
+    for name, tensor in weights.items():
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if not local.isfinite().all():
+            return name
+    return None
+
+
+def check_finite(weights: dict[str, torch.Tensor]) -> None:
+    """Raises ValueError if weights that are about to be saved are not finite: a good checkpoint would make room."""
+    if name := first_not_finite(weights):
+        raise ValueError(f"diverged: {name} is not finite (not saved): start a new run with a smaller --lr")
 
 
 def path_for_step(folder: str | Path, step: int) -> Path:

@@ -62,7 +62,7 @@ def torchvision_images(name: str, data_dir: str | Path) -> Splits:
 
     The first twelfth of a fixed permutation of the training file is the validation set (5,000 of 60,000); the test file
     is the test set. Only one process per node may call this while the files are missing (`distributed.local_first`).
-    Raises ValueError, saying what to do, if the files are missing and cannot be downloaded, or are damaged.
+    Raises OSError, saying what to do, if the files are missing and cannot be downloaded, ValueError if one is damaged.
     """
     from torchvision.datasets import MNIST, FashionMNIST
 
@@ -77,7 +77,8 @@ def torchvision_images(name: str, data_dir: str | Path) -> Splits:
     except (OSError, RuntimeError, ValueError, AssertionError, KeyError, TypeError) as error:
         from_torch = isinstance(error, (OSError, RuntimeError))
         reason = str(error).partition("\n")[0] if from_torch else "one of its files is damaged"
-        raise ValueError(
+        is_missing = isinstance(error, OSError) or "download" in reason
+        raise (OSError if is_missing else ValueError)(
             f"cannot get {name} ({reason}). Without a network, copy its four files "
             f"(train-images-idx3-ubyte and so on) to {Path(data_dir).absolute() / cls.__name__ / 'raw'}, "
             "or use --dataset digits, which needs no download"

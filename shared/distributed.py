@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,8 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shared.errors import UsageError
-from shared.rendezvous import name_this_attempt
+from shared.errors import FilesMissing, UsageError
+from shared.rendezvous import choose_gloo_interface, name_this_attempt
 
 FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MAX_WAIT = timedelta(hours=12)  # for what a rank reads, copies or downloads before the others can continue
@@ -66,6 +67,7 @@ def join(timeout_s: float = 600) -> Worker:
             )
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
+    choose_gloo_interface(os.environ["MASTER_ADDR"])
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     prefix = name_this_attempt(store, rank, world_size, timeout_s)
     dist.init_process_group(
@@ -173,6 +175,8 @@ def wait_for_all() -> None:
 def fail_together() -> Iterator[None]:
     """A ValueError or OSError that any rank meets in the block is raised on every rank, as a UsageError.
 
+    If all of them are OSErrors, it is raised as FilesMissing.
+
     Without it one rank would leave while the others wait for it in the next collective. The block may take one rank
     long (`wait_for_all`). It must not hold a collective, except for `local_first`.
     """
@@ -180,12 +184,25 @@ def fail_together() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        problem = str(error)
+        problem = str(error), FilesMissing if isinstance(error, (OSError, FilesMissing)) else UsageError
     wait_for_all()
     problems = gather_objects(problem)
-    for rank, message in enumerate(problems):
-        if message is not None:
-            raise UsageError(message if message == problems[0] else f"rank {rank}: {message}")
+    if failed := [rank for rank, problem in enumerate(problems) if problem is not None]:
+        message = problems[failed[0]][0]
+        kind = UsageError if any(problems[rank][1] is UsageError for rank in failed) else FilesMissing
+        raise kind(f"rank {failed[0]}: {message}" if failed[0] > 0 else message)
+
+
+def retry(action: Callable[[], object], seconds: float) -> object:
+    """Call `action` until it raises no OSError, for `seconds` at most: a mounted folder may be late on a new node."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return action()
+        except OSError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(1)
 
 
 @contextmanager

@@ -1,10 +1,14 @@
-"""The two errors that end a script with one line instead of a traceback (`shared.script.run_main`)."""
+"""The errors that end a script with one line instead of a traceback (`shared.script.run_main`)."""
 
 
 class UsageError(ValueError):
     """The user's mistake, known to every rank: exit code 2."""
 
     kind, exit_code = "error", 2
+
+
+class FilesMissing(UsageError):
+    """Files that a rank cannot read. They may be late: Ray tries again where a run has already saved something."""
 
 
 class RunFailed(RuntimeError):

@@ -1,5 +1,6 @@
-"""How processes find each other: a free port, and a name for each start that torchrun makes of the same job."""
+"""How processes find each other: a free port, gloo's network interface, and a name for each start of the same job."""
 
+import os
 import random
 import socket
 import time
@@ -8,6 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
+import psutil
 import torch.distributed as dist
 
 
@@ -21,6 +23,21 @@ def free_port() -> int:
         port = random.SystemRandom().randrange(20_000, 29_000)  # the one generator that nobody seeds
         with suppress(OSError), socket.create_server(("", port)):
             return port
+
+
+def choose_gloo_interface(address: str) -> None:
+    """Set GLOO_SOCKET_IFNAME, unless it is set, to the interface by which this node reaches `address`.
+
+    Left to itself, gloo takes the address to which the node's own host name leads. On Debian and Ubuntu that is a
+    loopback address by default, where no other node can reach it. address: of a node that all ranks reach, or of this
+    one. A loopback address is no help, except where all ranks are on this node, and then gloo needs none.
+    """
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((address, 9))  # sends nothing
+        own_address = probe.getsockname()[0]
+        for name, addresses in psutil.net_if_addrs().items():
+            if own_address in (each.address for each in addresses) and not own_address.startswith("127."):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def name_this_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:

@@ -33,9 +33,11 @@ class RestartableRun(runs.Run):
             note = find_note(storage_path)
         # Rank 0 may be on a different host than before the restart: any node's note counts.
         notes = [note for note in gather_objects(note) if note]
-        name, step = max(notes, key=lambda note: note[1], default=(from_rank_zero(runs.new_name()), -1))
-        run = cls(storage_path / (args.run_name or name), runs.options_of(args))
-        run.restarted, run.saved_step = bool(notes), step
+        run = cls(storage_path / (args.run_name or from_rank_zero(runs.new_name())), runs.options_of(args))
+        if notes:
+            name, run.saved_step, run.token = max(notes, key=lambda note: note[1])
+            run.folder, run.restarted = storage_path / name, True
+        run.token = from_rank_zero(run.token)
         return run
 
     def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
@@ -48,7 +50,7 @@ class RestartableRun(runs.Run):
             )
         state = super().open_or_resume(args, worker)
         if not self.restarted:
-            write_note(Path(self.folder), -1)
+            write_note(Path(self.folder), -1, self.token)
         elif state is None:
             worker.log("restarted before anything was saved: starting from scratch")
         return state
@@ -57,7 +59,7 @@ class RestartableRun(runs.Run):
         """As `Run.save`. Each node notes the step."""
         super().save(state, worker)
         if worker.local_rank == 0:
-            write_note(Path(self.folder), state["progress"]["step"])
+            write_note(Path(self.folder), state["progress"]["step"], self.token)
 
 
 def note_name() -> str | None:
@@ -69,17 +71,23 @@ def note_name() -> str | None:
     return f".torchrun-{socket.gethostname()}-{agent.pid}-{agent.create_time():.0f}"
 
 
-def write_note(folder: Path, step: int) -> None:
-    """Note on this node that the run in `folder` is this job's, and saved after `step` steps; -1: not yet."""
+def write_note(folder: Path, step: int, token: str) -> None:
+    """Note on this node that the run in `folder` is this job's, and saved after `step` steps; -1: not yet.
+
+    token: of its lease, which the job keeps over its restarts.
+    """
     if (name := note_name()) is not None:
         folder.mkdir(parents=True, exist_ok=True)
         partial = folder / f"{name}.partial"
-        partial.write_text(str(step))
+        partial.write_text(f"{step} {token}")
         os.replace(partial, folder / name)
 
 
-def find_note(storage_path: Path) -> tuple[str, int] | None:
-    """(run name, newest step or -1) that this node has noted under `storage_path` before a restart; else None."""
+def find_note(storage_path: Path) -> tuple[str, int, str] | None:
+    """(run name, newest step or -1, token) that this node has noted under `storage_path` before a restart; or None."""
     name = note_name()
     found = [] if name is None else list(storage_path.glob(f"*/{name}"))
-    return (found[0].parent.name, int(found[0].read_text())) if found else None
+    if not found:
+        return None
+    step, token = found[0].read_text().split()
+    return found[0].parent.name, int(step), token

@@ -5,9 +5,10 @@ import os
 import shlex
 import sys
 import time
+import uuid
 from pathlib import Path
 
-from shared import checkpoint
+from shared import checkpoint, lease
 from shared.distributed import Worker, fail_together
 
 
@@ -21,6 +22,7 @@ class Run:
 
     def __init__(self, folder: Path | str, options: dict | None = None) -> None:
         self.folder, self.options = folder, options or {}
+        self.token = uuid.uuid4().hex  # of the processes that may write to it (`shared.lease`)
         # From the checkpoint that `open_or_resume` has read:
         self.resumed_from: Path | str | None = None
         self.metrics: list[dict] = []
@@ -35,33 +37,56 @@ class Run:
 
     def make_folder(self) -> None:
         """Make the folder where it is missing. Raises OSError if it cannot be written to."""
-        folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / ".writable").touch()
-        (folder / ".writable").unlink()
+        Path(self.folder).mkdir(parents=True, exist_ok=True)
+        self.write_file(".writable", "")
+        self.delete_file(".writable")
+
+    def write_file(self, name: str, text: str) -> None:
+        """Write a small file to the run's folder, replacing an older one at once."""
+        path = Path(self.folder, name)
+        partial = path.with_name(f"{name}.{self.token}")
+        partial.write_text(text)
+        os.replace(partial, path)
+
+    def read_file(self, name: str) -> tuple[str, float] | None:
+        """(text, time of its last change in seconds, by the store's clock) of such a file; None if there is none."""
+        path = Path(self.folder, name)
+        try:
+            return path.read_text(), path.stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    def delete_file(self, name: str) -> None:
+        """Delete such a file, if it is there."""
+        Path(self.folder, name).unlink(missing_ok=True)
 
     def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
         """Make the run's folder; return the state to continue from, or None to start from scratch. For rank 0 alone.
 
-        Raises ValueError for a run that exists and is not resumed, for one that has nothing to resume, for a checkpoint
-        of a different model or data set, and for a storage path that cannot be written to.
+        From here on this process alone writes to the run, until `lease.release`. Raises ValueError for a run that
+        exists and is not resumed, for one that has nothing to resume, for a checkpoint of a different model or data
+        set, for a storage path that cannot be written to, and for a run that a different process is writing to.
         """
         if args.resume and args.run_name is None:
             raise ValueError("--resume needs the --run-name of the run to continue")
-        if self.list_newest_first() and not (args.resume or self.restarted):
+        found = self.list_newest_first()
+        if found and not (args.resume or self.restarted):
             raise ValueError(
                 f"{self.folder} holds a run already: add --resume to continue it, or choose a different --run-name"
             )
-        path, state, skipped = self.load_newest(worker)
-        for what in skipped:
-            worker.log(f"skipped {what}")
-        if state is None and (skipped or (args.resume and not self.restarted)):
+        if args.resume and not (found or self.restarted):
             raise ValueError(f"nothing to resume: no readable checkpoint in {self.folder}")
         try:
             self.make_folder()
         except OSError as error:
             raise ValueError(f"cannot write to --storage-path: {error.strerror or error}: {self.folder}") from error
         check_metrics_out(args)
+        lease.acquire(self, worker)
+        path, state, skipped = self.load_newest(worker)
+        for what in skipped:
+            worker.log(f"skipped {what}")
+        if state is None and skipped:
+            raise ValueError(f"nothing to resume: no readable checkpoint in {self.folder}")
         if state is not None:
             progress = state.get("progress", {})
             self.check_options(path, progress.get("options", {}), worker)
@@ -88,10 +113,13 @@ class Run:
     def save(self, state: dict, worker: Worker) -> None:
         """Rank 0 writes a `checkpoint.training_state` and keeps the two newest. Collective: the others wait for it.
 
-        Raises UsageError on every rank if it cannot be written, to a full disk for example.
+        Raises UsageError on every rank if it cannot be written, to a full disk for example, if its weights are not
+        finite, and if a different process has taken over the run.
         """
         with fail_together():
             if worker.rank == 0:
+                lease.check(self)
+                checkpoint.check_finite(state.get("model", {}))
                 path = checkpoint.path_for_step(self.folder, state["progress"]["step"])
                 try:
                     checkpoint.keep_newest(checkpoint.save_atomically(state, path))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from shared import lease
 from shared.distributed import Worker, rank_from_environment
 from shared.errors import RunFailed, UsageError
 from shared.runs import Run
@@ -50,6 +51,7 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
             if worker.rank == 0:
                 with contextlib.suppress(Exception):
                     say(signal.Signals(number).name, pool)
+                    pool.submit(lease.release).result(timeout=5)
             pool.submit(clean_up).result(timeout=5)
         finally:
             os._exit(128 + number)
@@ -63,7 +65,10 @@ def run_main(main: Callable[[], None]) -> None:
     If rank 0 has no such error and the ranks have not met yet, the first process of the node that has one prints it.
     """
     try:
-        main()
+        try:
+            main()
+        finally:
+            lease.release()  # from now on a different process may continue the run
     except Exception as error:
         reported = isinstance(error, (UsageError, RunFailed))
         if not reported:

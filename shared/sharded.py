@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shared.checkpoint import check_finite
+from shared.distributed import fail_together
 from shared.errors import UsageError
 
 
@@ -23,6 +25,8 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> 
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     assert optimizer.state, "nothing to save before the first step"
+    with fail_together():
+        check_finite(dict(model.named_parameters()))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from shared import datasets, models
 from shared.datasets import Splits
-from shared.distributed import Worker, check_same, fail_together, global_max, local_first
+from shared.distributed import Worker, check_same, fail_together, global_max, local_first, retry
 from shared.errors import UsageError
 from shared.progress import Progress
 from shared.sampling import global_batch_counts
@@ -199,15 +199,19 @@ def task_for(dataset: str, tasks: Sequence[type[Task]]) -> type[Task]:
     return next((task for task in tasks if dataset in task.dataset_names), tasks[0])
 
 
-def build(tasks: Sequence[type[Task]], args: argparse.Namespace, worker: Worker, max_world_size: int = 0) -> Task:
+def build(
+    tasks: Sequence[type[Task]], args: argparse.Namespace, worker: Worker, max_world_size: int = 0,
+    patience_s: float = 0,
+) -> Task:  # fmt: skip
     """The task of `tasks` that the options ask for, with its data, the same on every rank. Collective.
 
-    The first process of each node downloads what is missing. max_world_size: the world may grow to this size. Raises
-    UsageError, on every rank, if the data cannot be used or differ between the ranks.
+    The first process of each node downloads what is missing. max_world_size: the world may grow to this size.
+    patience_s: wait this long for files that are missing. Raises UsageError, on every rank, if the data cannot be used
+    or differ between the ranks.
     """
     task_class = task_for(args.dataset, tasks)
     with fail_together(), local_first(worker):
-        splits = task_class.load(args)
+        splits = retry(lambda: task_class.load(args), patience_s)
     task = task_class(args, splits, worker.device)
     with fail_together():
         task.check_sizes(max(worker.world_size, max_world_size))

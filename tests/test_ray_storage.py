@@ -13,9 +13,9 @@ import pytest
 import ray
 
 from shared import checkpoint, runs, sharded, tasks
-from shared.distributed import Worker
+from shared.distributed import Worker, fail_together
 from shared.errors import UsageError
-from shared.on_ray import command_line, storage
+from shared.on_ray import command_line, storage, workers
 from shared.on_ray.storage import RayRun
 
 
@@ -141,14 +141,46 @@ def test_of_a_checkpoint_in_a_cloud_only_the_small_file_is_fetched(tmp_path, mon
     assert skipped == [f"{newest.name} (truncated: shard-1 in it is not as it was written)"]
 
 
-def test_a_folder_that_this_node_does_not_see(tmp_path):
+@pytest.mark.parametrize(("saved", "patience_s"), [(None, 10), ("something", 60)])
+def test_a_folder_that_this_node_does_not_see(saved, patience_s, tmp_path, monkeypatch):
+    """A mount may be late. It is waited for longer if the run has seen it before."""
+    now = [0.0]
+    monkeypatch.setattr("ray.train.get_checkpoint", lambda: saved)
+    monkeypatch.setattr("shared.distributed.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("shared.distributed.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
     for folder in (tmp_path, "s3://bucket/runs"):
         RayRun(str(folder)).check_folder()
+    assert now == [0.0]
     run = RayRun(str(tmp_path / "none"))
-    with pytest.raises(ValueError, match=r"none is not seen from node .* a folder that all nodes share, or a URI"):
+    with pytest.raises(OSError, match=r"none is not seen from node .* a folder that all nodes share, or a URI"):
         run.check_folder()
-    run.local_mode = True
+    assert now == [patience_s]
+    monkeypatch.setattr("shared.distributed.time.sleep", lambda seconds: (tmp_path / "none").mkdir())
     run.check_folder()
+    local = RayRun(str(tmp_path / "nowhere"))
+    local.local_mode = True
+    local.check_folder()
+
+
+@pytest.mark.parametrize(("error", "saved", "retried"), [
+    (FileNotFoundError("the mount is not there"), "something", True),
+    (FileNotFoundError("the mount is not there"), None, False),
+    (ValueError("a user's mistake"), "something", False),
+])  # fmt: skip
+def test_ray_starts_the_workers_again_only_for_files_that_were_there_before(error, saved, retried, monkeypatch):
+    def train(worker: Worker) -> None:
+        with fail_together():
+            raise error
+
+    monkeypatch.setattr("ray.train.get_checkpoint", lambda: saved)
+    monkeypatch.setattr(workers, "current_worker", Worker)
+    train_worker = workers.on_workers(train)
+    if retried:
+        with pytest.raises(OSError, match="the mount is not there"):
+            train_worker({})
+    else:
+        returned = train_worker({})
+        assert isinstance(returned, UsageError) and str(returned) == str(error)
 
 
 @pytest.mark.parametrize(("write", "stays"), [

@@ -82,7 +82,7 @@ def test_a_run_without_a_name_gets_a_new_one(monkeypatch, tmp_path):
 
 def test_a_new_run_gets_its_folders_and_starts_from_nothing(args, folder, tmp_path, capsys):
     assert open_or_resume(args, folder) is None
-    assert list(folder.iterdir()) == []
+    assert [path.name for path in folder.iterdir()] == [".writer.json"]
     assert (tmp_path / "out" / "m.jsonl").read_text() == ""
     assert capsys.readouterr().out == ""
 
@@ -160,9 +160,9 @@ def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monk
     """The processes that an agent starts again have the same parent, here this test's own."""
     args = changed(args, run_name=None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    restarts.write_note(folder, -1)
+    restarts.write_note(folder, -1, "its-token")
     again = RestartableRun.from_args(args)
-    assert (again.folder, again.restarted, again.saved_step) == (folder, True, -1)
+    assert (again.folder, again.restarted, again.saved_step, again.token) == (folder, True, -1, "its-token")
     again.save({"progress": {"step": 20}}, Worker())
     assert RestartableRun.from_args(args).saved_step == 20
     again.save({"progress": {"step": 40}}, Worker(rank=1))  # another node, which has no checkpoint of its own
@@ -213,7 +213,7 @@ def test_a_read_only_storage_path_is_a_clear_error(args, folder, monkeypatch):
     def refuse(path, *_):
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(Path, "touch", refuse)
+    monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(ValueError, match=f"cannot write to --storage-path: Read-only file system: {folder}"):
         open_or_resume(args, folder)
 

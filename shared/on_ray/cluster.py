@@ -35,6 +35,9 @@ QUIET_OWN = {  # of a Ray of our own
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # would watch for machines that a cloud takes back
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a cluster's controller need not look so often
 }
+# Which S3 store, for Ray's processes on all nodes: they have the environment of their node's `ray start`, not ours.
+# Credentials are not forwarded: they belong to the nodes.
+STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
 # After a node is lost Ray tries as many workers as before: let it see sooner that there is no room for them.
 ELASTIC = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
 
@@ -106,6 +109,7 @@ def join(address: str, settings: dict[str, str], packages: Sequence[ModuleType])
     """
     OWN_RAY_ENV.clear()
     check_answers(address)
+    settings = settings | {name: os.environ[name] for name in STORE if name in os.environ}
     if address != "auto":
         settings = settings | {"RAY_ADDRESS": address}
     # A module that is one file is sent as that file, a package as its folder.

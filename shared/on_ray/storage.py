@@ -15,8 +15,8 @@ import psutil
 import pyarrow.fs
 import ray.train
 
-from shared import checkpoint, runs, sharded
-from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, wait_for_all
+from shared import checkpoint, lease, runs, sharded
+from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, retry, wait_for_all
 from shared.errors import UsageError
 from shared.on_ray.command_line import path_or_uri
 from shared.progress import write_metrics
@@ -114,8 +114,8 @@ class RayRun(runs.Run):
         """
         files, path = file_system(self.folder)
         files.create_dir(path, recursive=True)
-        files.open_output_stream(f"{path}/.writable").close()
-        files.delete_file(f"{path}/.writable")
+        self.write_file(".writable", "")
+        self.delete_file(".writable")
         snapshot = f"{path}/{SNAPSHOT_FILE}"
         if files.get_file_info(snapshot).is_file:
             try:
@@ -125,6 +125,24 @@ class RayRun(runs.Run):
                 gone = {"unreadable"}
             if gone:
                 files.delete_file(snapshot)
+
+    def write_file(self, name: str, text: str) -> None:
+        files, path = file_system(self.folder)
+        with files.open_output_stream(f"{path}/{name}") as stream:
+            stream.write(text.encode())
+
+    def read_file(self, name: str) -> tuple[str, float] | None:
+        files, path = file_system(self.folder)
+        info = files.get_file_info(f"{path}/{name}")
+        try:
+            return (files.open_input_stream(info.path).read().decode(), info.mtime_ns / 1e9) if info.is_file else None
+        except FileNotFoundError:  # deleted a moment ago
+            return None
+
+    def delete_file(self, name: str) -> None:
+        files, path = file_system(self.folder)
+        with contextlib.suppress(FileNotFoundError):
+            files.delete_file(f"{path}/{name}")
 
     def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
         """As `Run.open_or_resume`, for the driver, before it starts a worker.
@@ -137,13 +155,34 @@ class RayRun(runs.Run):
             raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
         return runs.check_metrics_out(args)
 
+    def probe(self) -> str | None:
+        """Why this node cannot use the run's folder; None if it can."""
+        try:
+            files, path = file_system(self.folder)
+            missing = files.get_file_info(path).type == pyarrow.fs.FileType.NotFound
+            return "the folder that the driver has made is not there" if missing else None
+        except (OSError, ValueError) as error:
+            return str(error).splitlines()[0]
+
+    @property
+    def patience_s(self) -> int:
+        """How many seconds a worker waits for files: longer if they were there before, when something was saved."""
+        return 0 if self.local_mode else 60 if ray.train.get_checkpoint() is not None else 10
+
     def check_folder(self) -> None:
-        """Raises ValueError on a node that does not see the run's folder, which the driver has made."""
-        if not self.local_mode and "://" not in self.folder and not os.path.isdir(self.folder):
-            raise ValueError(
-                f"{self.folder} is not seen from node {socket.gethostname()}: "
-                "--storage-path must be a folder that all nodes share, or a URI such as s3://BUCKET/runs"
-            )
+        """Raises OSError on a node that does not see the run's folder, which the driver has made.
+
+        The folder of a node that has just started may be mounted a moment later: it waits for `patience_s`.
+        """
+
+        def look() -> None:
+            if not self.local_mode and "://" not in self.folder and not os.path.isdir(self.folder):
+                raise OSError(
+                    f"{self.folder} is not seen from node {socket.gethostname()}: "
+                    "--storage-path must be a folder that all nodes share, or a URI such as s3://BUCKET/runs"
+                )
+
+        retry(look, self.patience_s)
 
     def load_on_all_ranks(self, worker: Worker) -> tuple[str | None, dict | None]:
         """(path, state) of the newest readable checkpoint, on every rank; (None, None) before the first. Collective.
@@ -172,6 +211,18 @@ class RayRun(runs.Run):
         if skipped and (self.resumed_from is not None or ray.train.get_checkpoint() is not None):
             raise OSError(f"no readable checkpoint in {self.folder}: {'; '.join(skipped)}")
         return None, None
+
+    def report(self, state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
+        """As `report` below, if this run may still be written to. Collective.
+
+        Raises UsageError, on every rank, if weights are not finite or a different process has taken over the run.
+        """
+        with fail_together():
+            if worker.rank == 0:
+                checkpoint.check_finite(state.get("model", {}))
+                if not self.local_mode:
+                    lease.check(self)
+        report(state, metrics, worker, write)
 
     @contextlib.contextmanager
     def fetch_on_all_ranks(self, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Callable
 
@@ -11,10 +12,14 @@ import ray.train
 from ray.exceptions import RayActorError
 from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from shared import lease
 from shared.distributed import Worker
-from shared.errors import RunFailed, UsageError
+from shared.errors import FilesMissing, RunFailed, UsageError
+from shared.on_ray import cluster
 from shared.on_ray.storage import MetricsFile, RayRun
+from shared.rendezvous import choose_gloo_interface
 
 MAX_FIT_ATTEMPTS = 4
 
@@ -33,16 +38,55 @@ def current_worker() -> Worker:
 def on_workers(train: Callable[..., object]) -> Callable[[dict], object]:
     """What TorchTrainer runs on every worker: `train`, with its config as keyword arguments, and its worker.
 
-    A user's mistake is returned, for `fit` to raise. If a worker raised it, Ray would start them all again.
+    A user's mistake is returned, for `fit` to raise. If a worker raised it, Ray would start them all again. It does so
+    for files that are missing although the run has saved something: they were there before, and may come back.
     """
 
     def train_worker(config: dict) -> object:
         try:
             return train(worker=current_worker(), **config)
         except UsageError as error:
+            if isinstance(error, FilesMissing) and ray.train.get_checkpoint() is not None:
+                raise OSError(str(error)) from error
             return error
 
     return train_worker
+
+
+class NodeTorchConfig(TorchConfig):
+    """Ray Train's TorchConfig, where gloo connects the workers by their nodes' addresses in Ray."""
+
+    @property
+    def backend_cls(self) -> type:
+        return NodeBackend
+
+
+class NodeBackend(TorchConfig().backend_cls):
+    """Chooses gloo's network interface on each worker before the process group is made."""
+
+    def on_start(self, worker_group: object, backend_config: TorchConfig) -> None:
+        worker_group.execute(lambda: choose_gloo_interface(ray.util.get_node_ip_address()))
+        super().on_start(worker_group, backend_config)
+
+
+def check_storage(run: RayRun) -> None:
+    """Raises UsageError, naming the node and the reason, if a node of a cluster cannot use the run's object store.
+
+    Ray Train's own processes would die of it without a word of the store.
+    """
+    probes = {}
+    for node in ray.nodes() if "://" in run.folder and not run.local_mode and not cluster.OWN_RAY_ENV else []:
+        if node["Alive"]:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            probe = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(run.probe)
+            probes[f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"] = probe.remote()
+    for name, probe in probes.items():
+        try:
+            problem = ray.get(probe, timeout=60)
+        except (ray.exceptions.RayError, TimeoutError) as error:
+            problem = str(error).splitlines()[0] or "no answer in 60 s"
+        if problem:
+            raise UsageError(f"node {name} cannot use --storage-path {run.folder}: {problem}")
 
 
 def build_trainer(
@@ -55,7 +99,7 @@ def build_trainer(
     return TorchTrainer(
         on_workers(train),
         train_loop_config=config,
-        torch_config=TorchConfig(timeout_s=600),
+        torch_config=NodeTorchConfig(timeout_s=600),
         scaling_config=ray.train.ScalingConfig(num_workers=args.num_workers, use_gpu=use_gpu),
         run_config=ray.train.RunConfig(
             name=run.name,
@@ -75,9 +119,11 @@ def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
     workers are being started, or started again, ends `fit` in ray 2.60, and so does the death of Ray's controller.
     Nothing is wrong with the run then. It continues from its newest checkpoint, in MAX_FIT_ATTEMPTS attempts at most.
     """
+    check_storage(run)
     for attempt in range(1, MAX_FIT_ATTEMPTS + 1):
         try:
             returned = trainer.fit().return_value
+            lease.release()
             if isinstance(returned, UsageError):
                 raise returned
             return returned
@@ -85,6 +131,7 @@ def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
             lost = error.controller_failure if isinstance(error, ray.train.ControllerError) else error
             reason = reason_of(lost)
             if not isinstance(lost, RayActorError) or attempt == MAX_FIT_ATTEMPTS:
+                lease.release()
                 raise RunFailed(f"{reason}. {run.resume_hint()}") from None
             again = f"({attempt} of {MAX_FIT_ATTEMPTS - 1})"
             driver.log(f"{reason}; starting the workers again from the newest checkpoint {again}")
@@ -111,4 +158,7 @@ def reason_of(error: Exception) -> str:
     if isinstance(failure, RayActorError):
         return f"the worker of rank {rank} died, and workers were replaced as often as max_failures says"
     print(failure, file=sys.stderr)
-    return f"the worker of rank {rank} failed: {str(failure).strip().splitlines()[-1]}"
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(failure)).strip().splitlines()
+    # A traceback may be followed by warnings of a library: the reason is its last line that names an exception.
+    reasons = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Timeout|Interrupt)\b", line)]
+    return f"the worker of rank {rank} failed: {(reasons or lines)[-1]}"

@@ -153,13 +153,13 @@ def check_rows(rows: list[dict], config: Config) -> None:
 
 
 def load(config: Config, folder: str) -> Splits:
-    """Load the splits that `prepare` wrote, as tensors. Raises ValueError on a node that does not see the folder."""
+    """Load the splits that `prepare` wrote, as tensors. Raises OSError on a node that does not see the folder."""
     if config.dataset.kind == "synthetic":
         return synthetic_splits(config.dataset.num_samples)
     try:
         rows = {name: [json.loads(line) for line in open(Path(folder, f"{name}.jsonl"))] for name in SPLITS}  # noqa: SIM115
     except FileNotFoundError as error:
-        raise ValueError(
+        raise FileNotFoundError(
             f"{folder} does not exist on this node: paths.processed_data_dir must be on storage that all nodes share"
         ) from error
     vocabulary = Vocabulary.from_rows(rows["train"], config.dataset.vocab_size, config.dataset.max_length)

@@ -11,7 +11,7 @@ checkpoint. With [MINIMUM, MAXIMUM] workers it also continues on fewer nodes, an
 from pathlib import Path
 
 import ray.train
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 
 import shared
 import training
@@ -40,7 +40,7 @@ def main() -> None:
     ray_trainer = TorchTrainer(
         workers.on_workers(train_worker),
         train_loop_config={"config": config.model_dump(mode="json"), "run": run, "folders": folders},
-        torch_config=TorchConfig(timeout_s=config.cluster.timeout_s),
+        torch_config=workers.NodeTorchConfig(timeout_s=config.cluster.timeout_s),
         scaling_config=ray.train.ScalingConfig(
             num_workers=(fewest, most) if most > fewest else fewest,
             use_gpu=use_gpu,
@@ -99,7 +99,8 @@ def train_worker(config: dict, run: storage.RayRun, folders: trainer.Folders, wo
         folders,
         worker,
         load_newest=lambda: run.load_on_all_ranks(worker)[1],
-        store=lambda state, metrics: storage.report(state, metrics, worker),
+        store=lambda state, metrics: run.report(state, metrics, worker),
+        patience_s=run.patience_s,
     )
 
 

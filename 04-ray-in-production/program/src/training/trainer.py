@@ -39,16 +39,17 @@ class TextProgress(Progress):
 
 def train(
     config: Config, folders: Folders, worker: Worker, load_newest: Callable[[], dict | None],
-    store: Callable[[dict, dict], None],
+    store: Callable[[dict, dict], None], patience_s: float = 0,
 ) -> dict:  # fmt: skip
     """Train as configured and return the content of metrics.json. Collective.
 
     folders: `data` comes from `data.prepare`. load_newest: returns the state to continue from, on every rank. store:
-    saves a state with its metrics. Raises the same UsageError on every rank if the settings do not fit.
+    saves a state with its metrics. patience_s: wait this long for data that are missing. Raises the same UsageError on
+    every rank if the settings do not fit.
     """
     with distributed.fail_together():
         options.check_precision(config.training.precision, worker.device)
-        splits = data.load(config, folders.data)
+        splits = distributed.retry(lambda: data.load(config, folders.data), patience_s)
         check_divisible(config.training.batch_size, worker.world_size)
         trainer_log = utils.Log(Path(folders.logs), worker)
         trainer = Trainer(config, splits, worker, trainer_log, store)
