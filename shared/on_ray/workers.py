@@ -78,8 +78,8 @@ def check_storage(run: RayRun) -> None:
     for node in ray.nodes() if "://" in run.folder and not run.local_mode and not cluster.OWN_RAY_ENV else []:
         if node["Alive"]:
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            probe = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(run.probe)
-            probes[f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"] = probe.remote()
+            probe = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(RayRun.probe)
+            probes[f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"] = probe.remote(run)
     for name, probe in probes.items():
         try:
             problem = ray.get(probe, timeout=60)
