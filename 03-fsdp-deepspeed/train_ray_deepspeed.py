@@ -14,6 +14,7 @@ so with any number of workers. The buckets in ds_config.json are small, for the 
 import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -81,13 +82,13 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
         sharded = settings["zero_optimization"]["stage"] > 0
         universal = sharded and state is not None and state["world_size"] != worker.world_size
         if universal:
-            zero.make_universal(folder, worker)
             settings = settings | {"checkpoint": {"load_universal": True}}
         if state is not None:
             progress.load_state_dict(state["progress"])
         engine = build_engine(task, settings, schedule(progress), worker)
         if state is not None:
-            zero.restore_zero(folder, engine, universal)
+            with zero.universal_format(folder, worker) if universal else nullcontext(folder) as folder:
+                zero.restore_zero(folder, engine, universal)
             if worker.rank == 0:
                 worker.log(f"continuing after step {progress.step}")
 

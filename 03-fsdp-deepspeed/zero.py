@@ -2,16 +2,20 @@
 
 import io
 import json
-import uuid
+import os
+import shutil
+import socket
 from argparse import Namespace
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
 
 from shared.checkpoint import check_finite
-from shared.distributed import Worker, fail_together, local_first
+from shared.distributed import Worker, fail_together, gather_objects, local_first, wait_for_all
 from shared.errors import UsageError
+from shared.on_ray import storage
 from shared.sampling import local_batch_size
 
 
@@ -88,26 +92,37 @@ def save_zero(folder: str | Path, engine: object) -> None:
     engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
 
 
-def make_universal(folder: str | Path, worker: Worker) -> None:
-    """Convert what `save_zero` has written for any number of ranks, once on each node. Collective."""
+@contextmanager
+def universal_format(folder: str | Path, worker: Worker) -> Iterator[Path]:
+    """A temporary folder with what `save_zero` has written, converted for any number of ranks. Collective.
+
+    A stored checkpoint is never written to, so each node converts its own copy. At every start with a different number
+    of ranks that costs the time to read and write the checkpoint once, and for a moment as much disk again.
+    """
     from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal  # takes seconds to import
 
-    folder = Path(folder)
+    # The folder of a node is named after its first process, so that it is found and deleted if that is killed.
+    processes = gather_objects((socket.gethostname(), worker.local_rank, os.getpid()))
+    owner = next(pid for host, rank, pid in processes if (host, rank) == (socket.gethostname(), 0))
+    converted = Path(f"{storage.temporary_prefix()}{owner}_universal")
     with local_first(worker):
-        if not (folder / "universal").exists():
-            partial = folder / f"universal.{uuid.uuid4().hex}.partial"
+        if not converted.exists():
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it draws progress bars
                 ds_to_universal(Namespace(
-                    input_folder=str(folder / "zero"), output_folder=str(partial), num_extract_workers=1,
-                    num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=True,
+                    input_folder=str(Path(folder, "zero")), output_folder=str(converted / "universal"),
+                    num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
+                    inject_missing_state=True,
                 ))  # fmt: skip
-            partial.rename(folder / "universal")
+    yield converted
+    wait_for_all()
+    if worker.local_rank == 0:
+        shutil.rmtree(converted)
 
 
 def restore_zero(folder: str | Path, engine: object, universal: bool = False) -> None:
     """Read this rank's slices of a DeepSpeed engine. Collective. DeepSpeed unpickles them, as in `restore_sharded`.
 
-    universal: read what `make_universal` has made, for an engine whose settings say `load_universal`.
+    universal: `folder` is in `universal_format`, and the engine's settings say `load_universal`.
     """
     loaded, _ = engine.load_checkpoint(str(folder), tag="universal" if universal else "zero")
     if loaded is None:

@@ -12,7 +12,7 @@ import ray.train
 import training
 import training.tune as tuning
 from ray import tune
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 from training import config as configuration
 from training import data, distributed_training, trainer
@@ -28,7 +28,7 @@ def trial(values: dict, config_values: dict, data_folder: str) -> None:
     ray_trainer = TorchTrainer(
         train_worker,
         train_loop_config={"values": values, "config_values": config_values, "data_folder": data_folder},
-        torch_config=TorchConfig(timeout_s=config_values["cluster"]["timeout_s"]),
+        torch_config=workers.NodeTorchConfig(timeout_s=config_values["cluster"]["timeout_s"]),
         scaling_config=ray.train.ScalingConfig(
             num_workers=num_workers,
             use_gpu=bool(config_values["cluster"]["use_gpu"]),

@@ -42,15 +42,19 @@ class Lease:
                     self.run.write_file(NAME, self.text)
 
 
+def pid_namespace() -> str:
+    """Which processes this one can see: the number of its namespace of processes, or "" if there are none (macOS)."""
+    link = Path("/proc/self/ns/pid")
+    return str(link.stat().st_ino) if link.exists() else ""
+
+
 def this_process() -> dict:
     """Who this process is: host and process number, and what tells whether the process is visible from here."""
-    with contextlib.suppress(OSError):  # not Linux
-        return {
-            "host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time(),
-            "boot": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
-            "pid_namespace": os.readlink("/proc/self/ns/pid"),
-        }  # fmt: skip
-    return {"host": socket.gethostname(), "pid": os.getpid(), "started": psutil.Process().create_time()}
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return {
+        "host": socket.gethostname(), "boot": boot.read_text().strip() if boot.exists() else "",
+        "pid_namespace": pid_namespace(), "pid": os.getpid(), "started": psutil.Process().create_time(),
+    }  # fmt: skip
 
 
 def read_holder(run: "Run") -> tuple[dict, float] | None:

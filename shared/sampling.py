@@ -22,8 +22,6 @@ class UnpaddedDistributedSampler(DistributedSampler):
 
     def __init__(self, dataset: Dataset, num_replicas: int, rank: int, shuffle: bool = True, seed: int = 0) -> None:
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed)
-        if len(dataset) < num_replicas:
-            raise ValueError(f"{len(dataset)} samples cannot be dealt to {num_replicas} ranks; use fewer ranks")
         self.position = 0
 
     def set_position(self, samples: int) -> None:

@@ -51,10 +51,9 @@ class Task:
         raise NotImplementedError
 
     def check_sizes(self, world_size: int) -> None:
-        """Raises ValueError if the data are too few for the ranks, or a rank's part of a batch for the model."""
-        fewest = min(len(self.splits.train), len(self.splits.val))
-        if fewest < world_size:
-            raise ValueError(f"{fewest} samples cannot be dealt to {world_size} ranks; use fewer ranks")
+        """Raises ValueError if there are fewer training samples than ranks, or too few per batch for the model."""
+        if len(self.splits.train) < world_size:
+            raise ValueError(f"{len(self.splits.train)} samples cannot be dealt to {world_size} ranks; use fewer ranks")
 
     def checksum(self) -> int:
         """A number that differs between nodes that have read different data. 0: it is not checked."""

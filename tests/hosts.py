@@ -116,5 +116,6 @@ def hosts(number: int, folder: Path) -> Iterator[tuple[str, list[Host]]]:
         for process in first_processes:
             process.wait(LIMIT)
         deadline = time.monotonic() + LIMIT
-        while subprocess.run(["ip", "link", "del", bridge], capture_output=True).returncode and time.monotonic() < deadline:
+        while subprocess.run(["ip", "link", "del", bridge], capture_output=True).returncode:
+            assert time.monotonic() < deadline, f"the bridge {bridge} cannot be removed"
             time.sleep(0.2)

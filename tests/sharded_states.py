@@ -104,8 +104,6 @@ def step_of_engine(number: int, engine, worker: distributed.Worker) -> tuple[flo
 
 
 def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
-    if action == "load":
-        zero.make_universal(folder, worker)
     engine = build_engine(3, action == "load", 0 if action == "save" else 1, worker)
     import deepspeed
 
@@ -117,7 +115,8 @@ def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
         dist.barrier()
         engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
     else:
-        zero.restore_zero(folder, engine, universal=True)
+        with zero.universal_format(folder, worker) as converted:
+            zero.restore_zero(converted, engine, universal=True)
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):

@@ -760,7 +760,7 @@ def needs(path: Path) -> set[str]:
 
 
 FIRST = {
-    "checkpoint", "datasets", "distributed", "errors", "measure", "models", "options", "progress", "rendezvous",
+    "checkpoint", "datasets", "distributed", "errors", "lease", "measure", "models", "options", "progress", "rendezvous",
     "restarts", "runs", "sampling", "script", "tasks",
 }  # fmt: skip
 

@@ -301,9 +301,13 @@ def test_a_position_holds_for_one_iteration():
     assert len(sampler) == 10 and list(sampler) == list(range(10))
 
 
-def test_more_ranks_than_samples_are_refused():
-    with pytest.raises(ValueError, match="3 samples cannot be dealt to 4 ranks; use fewer ranks"):
-        sampling.UnpaddedDistributedSampler(TensorDataset(torch.arange(3)), 4, 0)
+def test_fewer_samples_than_ranks_leave_some_ranks_without_one():
+    """A small validation set. Training data that are too few are refused (`tasks.Task.check_sizes`)."""
+    samplers = [
+        sampling.UnpaddedDistributedSampler(TensorDataset(torch.arange(3)), 5, rank, False) for rank in range(5)
+    ]
+    assert [list(sampler) for sampler in samplers] == [[0], [1], [2], [], []]
+    assert [len(sampler) for sampler in samplers] == [1, 1, 1, 0, 0]
 
 
 # --- batches ---------------------------------------------------------------------------------------------------------
@@ -434,8 +438,7 @@ def test_a_task_of_ones_own_may_read_its_samples_one_by_one():
     assert sorted(seen) == list(range(10))
 
 
-def test_data_that_are_too_few_for_the_ranks_are_refused_before_anything_starts():
-    """Even a validation set alone: dealing it fails later, and on every rank at once."""
+def test_training_data_that_are_too_few_for_the_ranks_are_refused():
     args = Namespace(dataset="own", model="mlp", batch_size=12, precision="fp32")
     with pytest.raises(UsageError, match="10 samples cannot be dealt to 12 ranks; use fewer ranks"):
         tasks.build((OwnTask,), args, Worker(world_size=12))

@@ -1,8 +1,6 @@
 """On hosts that share nothing but a wire, with a store that speaks S3: training, a cut connection, torchrun."""
 
 import json
-import re
-import socket
 import subprocess
 import sys
 import time
@@ -11,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import hosts
-import psutil
 import pytest
 from moto.server import ThreadedMotoServer
 from runs import LIMIT, ROOT, assert_same_losses, train

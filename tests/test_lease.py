@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import LIMIT, ROOT
+from runs import LIMIT, ROOT, Fork
 
 from shared import checkpoint, lease, runs
 from shared.distributed import Worker
@@ -69,7 +70,9 @@ def holder(run):
 
 
 def test_a_second_writer_is_refused_while_the_first_one_lives(run, holder):
-    message = rf"{run.folder} is being written by process {holder.pid} on \S+, since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d .*: stop"
+    message = (
+        rf"{run.folder} is being written by process {holder.pid} on \S+, since \d{{4}}-\d\d-\d\d \d\d:\d\d:.*: stop"
+    )
     with pytest.raises(ValueError, match=message):
         lease.acquire(run, Worker())
     holder.send_signal(signal.SIGSTOP)  # it may go on at any time
@@ -83,6 +86,19 @@ def test_a_writer_that_was_killed_makes_room_at_once_even_as_a_zombie(run, holde
     os.waitid(os.P_PID, holder.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and is still in the table of processes
     lease.acquire(run, Worker())
     assert holder_of(run)["token"] == run.token and capsys.readouterr().out == ""
+
+
+def test_a_script_that_is_to_continue_a_run_which_is_being_trained_is_refused(tmp_path):
+    """The one that trains holds the run; the moment it is killed, the other one may continue."""
+    options = ("--model", "mlp", "--run-name", "one", "--quiet")
+    first = Fork(0, tmp_path, *options, "--epochs", 10_000)
+    first.wait_for_epoch(2)
+    second = Fork(0, tmp_path, *options, "--resume", "--epochs", 1)
+    assert second.finish() == 2
+    assert f"train_ddp.py: error: {tmp_path}/one is being written by process {first.process.pid} on" in second.text
+    first.kill()
+    assert Fork(0, tmp_path, *options, "--resume", "--epochs", 1).finish() == 0
+    assert not (tmp_path / "one" / lease.NAME).exists()
 
 
 def test_a_lease_that_is_given_back_makes_room(run):
@@ -119,7 +135,7 @@ def test_a_different_host_that_renews_is_alive(run, monkeypatch):
     lease.acquire(run, Worker())
     become_a_different_host(run, age_s=10)
     monkeypatch.setattr("shared.lease.time.sleep", lambda seconds: os.utime(Path(run.folder, lease.NAME)))
-    with pytest.raises(ValueError, match="is being written by process .* on far-away"):
+    with pytest.raises(ValueError, match=r"is being written by process .* on far-away"):
         lease.acquire(again(run), Worker())
 
 

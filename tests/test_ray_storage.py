@@ -12,7 +12,7 @@ import pyarrow.fs
 import pytest
 import ray
 
-from shared import checkpoint, runs, sharded, tasks
+from shared import checkpoint, lease, runs, sharded, tasks
 from shared.distributed import Worker, fail_together
 from shared.errors import UsageError
 from shared.on_ray import command_line, storage, workers
@@ -229,11 +229,14 @@ def test_what_a_killed_worker_was_writing_is_deleted(tmp_path, monkeypatch):
     subprocess.run([sys.executable, "-c", make], env=environment, check=True)
     (left,) = tmp_path.iterdir()
     (left / "slice").write_text("half of it")
-    other = tmp_path / left.name.replace("ray-train-checkpoint-", "ray-train-checkpoint-another-host-")
-    other.mkdir()
+    prefix = os.path.basename(storage.temporary_prefix())
+    container = tmp_path / left.name.replace(f"-{lease.pid_namespace()}_", "-4026539999_")  # same /tmp, same host name
+    others = {tmp_path / left.name.replace(prefix, "ray-train-checkpoint-another-host-"), container}
+    for other in others:
+        other.mkdir()
     with storage.new_folder() as first, storage.new_folder() as second:
-        assert set(tmp_path.iterdir()) == {Path(first), Path(second), other}
-    assert set(tmp_path.iterdir()) == {other}
+        assert set(tmp_path.iterdir()) == {Path(first), Path(second), *others}
+    assert set(tmp_path.iterdir()) == others
 
 
 def test_the_run_folder_is_a_path_or_a_uri(tmp_path, monkeypatch):

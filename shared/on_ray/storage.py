@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import glob
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import ray.train
 from shared import checkpoint, lease, runs, sharded
 from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, retry, wait_for_all
 from shared.errors import UsageError
+from shared.lease import pid_namespace
 from shared.on_ray.command_line import path_or_uri
 from shared.progress import write_metrics
 
@@ -239,17 +241,26 @@ class RayRun(runs.Run):
                 yield local, state
 
 
+def temporary_prefix() -> str:
+    """How the path of a temporary folder begins; a process number and _ follow.
+
+    Containers may share /tmp and a host name. Their processes have numbers of their own, as the namespace tells.
+    """
+    name = f"ray-train-checkpoint-{socket.gethostname()}-{pid_namespace()}_"
+    return os.path.join(tempfile.gettempdir(), name)
+
+
 def new_folder() -> tempfile.TemporaryDirectory:
     """A folder on this node for one checkpoint, on its way to the storage.
 
     Ray kills the workers of a run that lost one. What such a process was writing is deleted here by the next one that
     saves, or some failures later the disk would be full.
     """
-    prefix = f"ray-train-checkpoint-{socket.gethostname()}_"
-    for folder in Path(tempfile.gettempdir()).glob(f"{prefix}*_*"):
-        if not psutil.pid_exists(int(folder.name.removeprefix(prefix).partition("_")[0])):
+    prefix = temporary_prefix()
+    for folder in glob.glob(f"{glob.escape(prefix)}*_*"):
+        if not psutil.pid_exists(int(folder.removeprefix(prefix).partition("_")[0])):
             shutil.rmtree(folder, ignore_errors=True)  # another worker may be deleting it too
-    return tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}_")
+    return tempfile.TemporaryDirectory(prefix=f"{os.path.basename(prefix)}{os.getpid()}_")
 
 
 def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:

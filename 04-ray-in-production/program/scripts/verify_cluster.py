@@ -32,7 +32,7 @@ import ray
 import ray.train
 import torch
 import torch.distributed as dist
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared import checkpoint, script
@@ -272,7 +272,7 @@ def check_training(checklist: Checklist, args: argparse.Namespace, folder: str, 
     trainer = TorchTrainer(
         train_worker,
         train_loop_config={"kill": args.all, "busy": args.all},
-        torch_config=TorchConfig(timeout_s=args.patience),
+        torch_config=workers.NodeTorchConfig(timeout_s=args.patience),
         scaling_config=ray.train.ScalingConfig(num_workers=num_workers, use_gpu=use_gpu, placement_strategy=placement),
         run_config=ray.train.RunConfig(
             name=f"verify-{uuid.uuid4().hex[:8]}",

@@ -51,6 +51,8 @@ def train(
         options.check_precision(config.training.precision, worker.device)
         splits = distributed.retry(lambda: data.load(config, folders.data), patience_s)
         check_divisible(config.training.batch_size, worker.world_size)
+        if len(splits.train) < worker.world_size:
+            raise ValueError(f"{len(splits.train)} training rows are too few for {worker.world_size} workers")
         trainer_log = utils.Log(Path(folders.logs), worker)
         trainer = Trainer(config, splits, worker, trainer_log, store)
     if state := load_newest():
