@@ -57,6 +57,10 @@ class Host:
             words = list(map(str, [*enter, *command]))
             return subprocess.Popen(words, env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
 
+    def call(self, *words: str) -> None:
+        """Run a command in its network."""
+        call("nsenter", "--target", self.pid, "--net", *words)
+
     def cut(self) -> None:
         """Cut its wire. Nobody is told."""
         call("ip", "link", "set", self.wire, "down")
@@ -106,9 +110,9 @@ def hosts(number: int, folder: Path) -> Iterator[tuple[str, list[Host]]]:
             (inner,) = psutil.Process(process.pid).children()
             call("ip", "link", "add", wire, "type", "veth", "peer", "name", "eth0", "netns", inner.pid)
             call("ip", "link", "set", wire, "master", bridge, "up")
-            inside = f"ip addr add {address}/24 dev eth0; ip link set eth0 up"
-            call("nsenter", "--target", inner.pid, "--net", "sh", "-ec", inside)
             made.append(Host(name, address, private / "tmp", wire, inner.pid))
+            made[-1].call("ip", "addr", "add", f"{address}/24", "dev", "eth0")
+            made[-1].call("ip", "link", "set", "eth0", "up")
         yield f"{network}.254", made
     finally:
         for process in first_processes:  # the first process of a host takes all others with it, and its wire

@@ -760,8 +760,8 @@ def needs(path: Path) -> set[str]:
 
 
 FIRST = {
-    "checkpoint", "datasets", "distributed", "errors", "lease", "measure", "models", "options", "progress", "rendezvous",
-    "restarts", "runs", "sampling", "script", "tasks",
+    "checkpoint", "datasets", "distributed", "errors", "lease", "measure", "models", "options", "progress",
+    "rendezvous", "restarts", "runs", "sampling", "script", "tasks",
 }  # fmt: skip
 
 
