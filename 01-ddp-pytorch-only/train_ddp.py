@@ -5,6 +5,7 @@ Two on this machine:  torchrun --standalone --nproc-per-node 2 train_ddp.py
 Two nodes:            ./launch_multinode_ddp.sh HOST1 HOST2 --nproc-per-node 4 -- --epochs 5
 A GPT:                python train_ddp.py --dataset text
 
+Of what it imports, read sampling, progress and tasks first. restarts, lease and script are for when something fails.
 GPUs are used if there are any (one process per GPU, nccl), else CPUs (gloo). With one --seed and --batch-size, every
 number of processes computes the same losses, up to rounding. Two models are exceptions: mlp, whose dropout draws
 different numbers on every rank, and resnet18-batchnorm, whose statistics are each rank's own.
@@ -35,7 +36,7 @@ def main() -> None:
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
-        if worker.rank == 0:
+        if worker.rank == 0:  # which alone writes to the run; the others get the state in [3]
             state = run.open_or_resume(args, worker)
     task = tasks.build(TASKS, args, worker)
     script.stop_on_signals(worker, run)
@@ -50,7 +51,8 @@ def main() -> None:
     # [3] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
     progress = Progress(args, worker, len(task.splits.train), run.options)
     state = distributed.from_rank_zero(state)
-    if resumed := state is not None:
+    resumed = state is not None
+    if resumed:
         with distributed.fail_together():
             progress.load_state_dict(checkpoint.restore(state, model, optimizer, scheduler, worker))
     del state  # it is as large as model and optimizer
@@ -60,11 +62,12 @@ def main() -> None:
     if dist.is_initialized():
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
+        # A resumed run shall add up gradients in the same order, to the last bit. Your own loop can do without.
         inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    if not resumed:
+    if not resumed:  # a run that is killed in its first epoch starts again from the same weights
         save(run, worker, model, optimizer, scheduler, progress)
 
     # [5] Train, validate and save, epoch by epoch.

@@ -82,7 +82,8 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # [4] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
     progress = Progress(args, worker, len(task.splits.train), run.options)
     _, state = run.load_on_all_ranks(worker)
-    if resumed := state is not None:
+    resumed = state is not None
+    if resumed:
         with distributed.fail_together():
             progress.load_state_dict(checkpoint.restore(state, model, optimizer, scheduler, worker))
         if worker.rank == 0:
@@ -92,13 +93,14 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # [5] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
+        # A resumed run shall add up gradients in the same order, to the last bit. Your own loop can do without.
         inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
     # Ray's own sampler would pad, and a single worker would get none. Ray keeps ours, and moves the batches.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
-    if not resumed:
+    if not resumed:  # a run that is killed in its first epoch starts again from the same weights
         save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [6] Train, validate and save, epoch by epoch.

@@ -104,7 +104,8 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
     # [5] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
     progress = Progress(args, worker, images.num_samples, run.options)
     _, state = run.load_on_all_ranks(worker)
-    if resumed := state is not None:
+    resumed = state is not None
+    if resumed:
         with distributed.fail_together():
             restored = checkpoint.restore(state, model, optimizer, scheduler, worker)
         # The stream cannot be entered in its middle: an epoch that was cut short starts again, with its steps taken.
@@ -117,9 +118,10 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
     # [6] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
+        # A resumed run shall add up gradients in the same order, to the last bit. Your own loop can do without.
         inputs, targets = task.to_device([torch.empty(0, *images.image_shape), torch.empty(0, dtype=torch.long)])
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
-    if not resumed:
+    if not resumed:  # a run that is killed in its first epoch starts again from the same weights
         save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [7] Train, validate and save, epoch by epoch.

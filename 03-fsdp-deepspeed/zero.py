@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import socket
+import uuid
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 
 from shared.checkpoint import check_finite
-from shared.distributed import Worker, fail_together, gather_objects, local_first, wait_for_all
+from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, local_first, wait_for_all
 from shared.errors import UsageError
 from shared.on_ray import storage
 from shared.sampling import local_batch_size
@@ -104,7 +105,7 @@ def universal_format(folder: str | Path, worker: Worker) -> Iterator[Path]:
     # The folder of a node is named after its first process, so that it is found and deleted if that is killed.
     processes = gather_objects((socket.gethostname(), worker.local_rank, os.getpid()))
     owner = next(pid for host, rank, pid in processes if (host, rank) == (socket.gethostname(), 0))
-    converted = Path(f"{storage.temporary_prefix()}{owner}_universal")
+    converted = Path(f"{storage.temporary_prefix()}{owner}_{from_rank_zero(uuid.uuid4().hex)}")
     with local_first(worker):
         if not converted.exists():
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it draws progress bars
@@ -113,10 +114,12 @@ def universal_format(folder: str | Path, worker: Worker) -> Iterator[Path]:
                     num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
                     inject_missing_state=True,
                 ))  # fmt: skip
-    yield converted
-    wait_for_all()
-    if worker.local_rank == 0:
-        shutil.rmtree(converted)
+    try:
+        yield converted
+        wait_for_all()
+    finally:
+        if worker.local_rank == 0:
+            shutil.rmtree(converted, ignore_errors=True)  # nodes of one machine share it
 
 
 def restore_zero(folder: str | Path, engine: object, universal: bool = False) -> None:

@@ -49,4 +49,5 @@ ray.train.torch.TorchTrainer.__init__ = init_with_log
 if "RANK" in os.environ:
     log_steps(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 sys.argv = sys.argv[1:]
+sys.path[0] = os.path.dirname(os.path.abspath(sys.argv[0]))  # as if the script had been started by itself
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -37,6 +37,18 @@ def save_atomically(state: dict, path: str | Path) -> Path:
     return path
 
 
+def save(state: dict, path: str | Path) -> Path:
+    """As `save_atomically`. If that fails, nothing is left of the new file. Raises OSError with the system's reason."""
+    path = Path(path)
+    try:
+        return save_atomically(state, path)
+    except (OSError, RuntimeError) as error:
+        path.with_name(f".{path.name}.partial").unlink(missing_ok=True)
+        # On a full disk torch raises an error of its own while it handles the system's.
+        cause = error.__context__ if isinstance(error.__context__, OSError) else error
+        raise OSError(f"cannot save {path}: {getattr(cause, 'strerror', None) or cause}") from error
+
+
 def load(path: str | Path) -> dict:
     """The state in `path`, tensors on the CPU. Raises ValueError, saying why, for a file that cannot be trusted.
 

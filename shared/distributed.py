@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from shared.errors import FilesMissing, UsageError
+from shared.errors import StorageError, UsageError
 from shared.rendezvous import choose_gloo_interface, name_this_attempt
 
 FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -175,7 +175,7 @@ def wait_for_all() -> None:
 def fail_together() -> Iterator[None]:
     """A ValueError or OSError that any rank meets in the block is raised on every rank, as a UsageError.
 
-    If all of them are OSErrors, it is raised as FilesMissing.
+    If all of them are OSErrors, it is raised as StorageError.
 
     Without it one rank would leave while the others wait for it in the next collective. The block may take one rank
     long (`wait_for_all`). It must not hold a collective, except for `local_first`.
@@ -184,12 +184,12 @@ def fail_together() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        problem = str(error), FilesMissing if isinstance(error, (OSError, FilesMissing)) else UsageError
+        problem = str(error), StorageError if isinstance(error, (OSError, StorageError)) else UsageError
     wait_for_all()
     problems = gather_objects(problem)
     if failed := [rank for rank, problem in enumerate(problems) if problem is not None]:
         message = problems[failed[0]][0]
-        kind = UsageError if any(problems[rank][1] is UsageError for rank in failed) else FilesMissing
+        kind = UsageError if any(problems[rank][1] is UsageError for rank in failed) else StorageError
         raise kind(f"rank {failed[0]}: {message}" if failed[0] > 0 else message)
 
 

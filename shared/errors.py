@@ -7,8 +7,8 @@ class UsageError(ValueError):
     kind, exit_code = "error", 2
 
 
-class FilesMissing(UsageError):
-    """Files that a rank cannot read. They may be late: Ray tries again where a run has already saved something."""
+class StorageError(UsageError):
+    """A file that a rank cannot read or write. That may pass: Ray tries again if the run has saved something."""
 
 
 class RunFailed(RuntimeError):

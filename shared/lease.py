@@ -11,28 +11,40 @@ import os
 import socket
 import threading
 import time
+import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import psutil
 
 from shared.distributed import Worker
 
-if TYPE_CHECKING:
-    from shared.runs import Run
-
-NAME, CLOCK_NAME = ".writer.json", ".clock"
+NAME = ".writer.json"
 RENEW_S, EXPIRY_S = 10, 60
 held: "Lease | None" = None  # by this process
+
+
+class Run(Protocol):
+    """What a lease uses of a `shared.runs.Run`: its token, and small files in its folder, wherever that is."""
+
+    folder: object
+    token: str
+    is_leased: bool
+
+    def write_file(self, name: str, text: str) -> None: ...
+    def read_file(self, name: str) -> tuple[str, float] | None: ...
+    def delete_file(self, name: str) -> None: ...
 
 
 class Lease:
     """This process's right to write to a run, renewed by a thread until `release`."""
 
-    def __init__(self, run: "Run") -> None:
+    def __init__(self, run: Run) -> None:
         self.run, self.ended = run, threading.Event()
+        self.thread = threading.Thread(target=self.renew, daemon=True)
         self.text = json.dumps({"token": run.token, **this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")})
         run.write_file(NAME, self.text)
+        run.is_leased = True
 
     def renew(self) -> None:
         """Write the file again every RENEW_S seconds, unless a different process has taken over."""
@@ -48,16 +60,37 @@ def pid_namespace() -> str:
     return str(link.stat().st_ino) if link.exists() else ""
 
 
+def start_time(pid: int) -> float:
+    """When a process started: a number that stays the same when the clock is set. Raises psutil.NoSuchProcess."""
+    process = psutil.Process(pid)
+    stat = Path(f"/proc/{pid}/stat")  # the 22nd field: clock ticks since the machine was booted
+    return float(stat.read_text().rpartition(")")[2].split()[19]) if stat.exists() else process.create_time()
+
+
 def this_process() -> dict:
-    """Who this process is: host and process number, and what tells whether the process is visible from here."""
+    """Who this process is: host and process number, and what tells whether it is visible from a different one."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return {
-        "host": socket.gethostname(), "boot": boot.read_text().strip() if boot.exists() else "",
-        "pid_namespace": pid_namespace(), "pid": os.getpid(), "started": psutil.Process().create_time(),
+        "host": socket.gethostname(), "boot": boot.read_text().strip() if boot.exists() else str(uuid.getnode()),
+        "pid_namespace": pid_namespace(), "pid": os.getpid(), "started": start_time(os.getpid()),
     }  # fmt: skip
 
 
-def read_holder(run: "Run") -> tuple[dict, float] | None:
+def is_visible(holder: dict) -> bool:
+    """Whether the holder is or was a process that can be seen from here: on this host, in the same container."""
+    here = this_process()
+    return all(holder.get(name) == here[name] for name in ("host", "boot", "pid_namespace"))
+
+
+def is_running(holder: dict) -> bool:
+    """Whether a visible holder is still running."""
+    with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
+        same = start_time(holder["pid"]) == holder["started"]
+        return same and psutil.Process(holder["pid"]).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def read_holder(run: Run) -> tuple[dict, float] | None:
     """(what the lease says of its holder, when it was renewed, by the store's clock); None if nobody holds it."""
     if (entry := run.read_file(NAME)) is None:
         return None
@@ -66,43 +99,29 @@ def read_holder(run: "Run") -> tuple[dict, float] | None:
     return {}, entry[1]  # it is being written
 
 
-def is_lost(run: "Run") -> bool:
-    """Whether a different process has taken over the run."""
-    entry = read_holder(run)
-    return entry is not None and entry[0].get("token", run.token) != run.token
-
-
-def is_running(holder: dict) -> bool | None:
-    """Whether the holder is running; None if that cannot be seen from here."""
-    here = this_process()
-    if any(holder.get(name) != here.get(name) for name in ("host", "boot", "pid_namespace")):
-        return None
-    with contextlib.suppress(psutil.NoSuchProcess):
-        process = psutil.Process(holder["pid"])
-        return process.create_time() == holder["started"] and process.status() != psutil.STATUS_ZOMBIE
-    return False
-
-
-def acquire(run: "Run", worker: Worker) -> None:
+def acquire(run: Run, worker: Worker) -> None:
     """Take the lease of a run, and renew it from now on. Raises ValueError if its holder is alive.
 
-    Of a holder on a different host only the file tells whether it is alive: it is dead when the file is EXPIRY_S
-    seconds old. The run's own earlier attempts, and this process, may always take over.
+    Earlier attempts of the same job, which have the same token, and this very process make room. So does a process of
+    this host that has ended. Of a different host only the file tells whether its process is alive: it is taken for dead
+    when the file is EXPIRY_S seconds old.
     """
     global held
     release()
-    first_seen = None
+    first_seen, started = None, time.monotonic()
     while (entry := read_holder(run)) is not None:
         holder, renewed = entry
-        running = False if holder.get("token") == run.token else is_running(holder)
-        if running is False or (holder.get("pid") == os.getpid() and running):
+        if holder.get("token") == run.token:
             break
         process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-        if running or renewed > (first_seen or renewed):
-            raise ValueError(f"{run.folder} is being written by {process}: stop it first, or choose a new --run-name")
-        run.write_file(CLOCK_NAME, "")
-        age = run.read_file(CLOCK_NAME)[1] - renewed
-        run.delete_file(CLOCK_NAME)
+        in_use = f"{run.folder} is being written by {process}: stop it first, or choose a new --run-name"
+        if is_visible(holder):
+            if holder["pid"] == os.getpid() or not is_running(holder):
+                break
+            raise ValueError(in_use)
+        if first_seen is not None and renewed > first_seen:
+            raise ValueError(in_use)
+        age = max(store_time(run) - renewed, time.monotonic() - started)  # the file may even be of the future
         if age >= EXPIRY_S:
             break
         if first_seen is None:
@@ -110,20 +129,37 @@ def acquire(run: "Run", worker: Worker) -> None:
             worker.log(f"waiting {EXPIRY_S - age:.0f} s at most for a sign of the run's last writer: {process}")
         time.sleep(2)
     lease = Lease(run)
-    if entry is not None and entry[0].get("token") != run.token:
-        time.sleep(1)  # a third process may have taken over at the same moment: the last one has the lease
-        if is_lost(run):
-            raise ValueError(f"{run.folder} has been taken over by a different process a moment ago")
+    # A different process may have come at the same moment: the last one has the lease.
+    time.sleep(0.1 if entry is None or entry[0].get("token") == run.token else 1)
+    check(run)
     held = lease
-    threading.Thread(target=lease.renew, daemon=True).start()
+    lease.thread.start()
 
 
-def check(run: "Run") -> None:
+def store_time(run: Run) -> float:
+    """What time it is by the store's clock, in seconds."""
+    name = f".clock-{run.token}"
+    run.write_file(name, "")
+    _, now = run.read_file(name)
+    run.delete_file(name)
+    return now
+
+
+def is_lost(run: Run) -> bool:
+    """Whether a different process has taken over a run whose lease was acquired, or has even finished with it."""
+    entry = read_holder(run)
+    return run.is_leased if entry is None else entry[0].get("token", run.token) != run.token
+
+
+def check(run: Run) -> None:
     """Raises ValueError if a different process has taken over the run. Call it before each save."""
-    if is_lost(run):
-        holder = read_holder(run)[0]
-        writer = f"process {holder['pid']} on {holder['host']}"
-        raise ValueError(f"not saved: {run.folder} has been taken over by {writer}, since {holder['since']}")
+    entry = read_holder(run)
+    if entry is None and run.is_leased:
+        raise ValueError(f"not saved: {run.folder} has been taken over by a different process, which has finished")
+    if entry is not None and entry[0].get("token", run.token) != run.token:
+        holder = entry[0]
+        process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
+        raise ValueError(f"not saved: {run.folder} has been taken over by {process}")
 
 
 def release() -> None:
@@ -132,6 +168,8 @@ def release() -> None:
     lease, held = held, None
     if lease is not None:
         lease.ended.set()
+        lease.thread.join(timeout=5)  # or it might write the file again
         with contextlib.suppress(Exception):  # storage that is away: the lease ends when this process does
-            if not is_lost(lease.run):
+            if lease.run.read_file(NAME)[0] == lease.text:  # not that of a later attempt of the same job
                 lease.run.delete_file(NAME)
+        lease.run.is_leased = False

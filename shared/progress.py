@@ -46,6 +46,9 @@ class Progress:
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned. Raises UsageError if it is in the middle of different data."""
         before = state.get("num_samples", self.num_samples)  # checkpoints of earlier versions have no such number
+        seed, now = state["options"].get("seed"), self.options.get("seed")
+        if state["position"] > 0 and seed != now:
+            raise UsageError(f"the epoch began with --seed {seed}, and goes on with it: --seed {now} has another order")
         if state["position"] > 0 and before != self.num_samples:
             raise UsageError(f"the epoch began with {before} training samples, and now there are {self.num_samples}")
         vars(self).update({name: state[name] for name in self.saved})
@@ -98,7 +101,8 @@ class Progress:
             counts = counts[: self.args.save_every_steps - self.step % self.args.save_every_steps]
         self.start_steps()
         batches = islice(even_batches(loader, len(counts)), len(counts))
-        for self.steps_left, count, batch in zip(reversed(range(len(counts))), counts, batches, strict=True):
+        for number, (count, batch) in enumerate(zip(counts, batches, strict=True), start=1):
+            self.steps_left = len(counts) - number
             yield count, batch
 
     def add_step(self, loss: torch.Tensor, count: int) -> None:

@@ -16,6 +16,7 @@ import psutil
 from shared import checkpoint, runs
 from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects
 from shared.errors import UsageError
+from shared.lease import start_time
 
 
 class RestartableRun(runs.Run):
@@ -58,8 +59,9 @@ class RestartableRun(runs.Run):
     def save(self, state: dict, worker: Worker) -> None:
         """As `Run.save`. Each node notes the step."""
         super().save(state, worker)
-        if worker.local_rank == 0:
-            write_note(Path(self.folder), state["progress"]["step"], self.token)
+        with fail_together():
+            if worker.local_rank == 0:
+                write_note(Path(self.folder), state["progress"]["step"], self.token)
 
 
 def note_name() -> str | None:
@@ -68,7 +70,7 @@ def note_name() -> str | None:
         return None
     # The agent sets the variable for its processes. A wrapper such as numactl may be between it and this one.
     agent = next(each for each in psutil.Process().parents() if "TORCHELASTIC_RUN_ID" not in each.environ())
-    return f".torchrun-{socket.gethostname()}-{agent.pid}-{agent.create_time():.0f}"
+    return f".torchrun-{socket.gethostname()}-{agent.pid}-{start_time(agent.pid):.0f}"
 
 
 def write_note(folder: Path, step: int, token: str) -> None:

@@ -23,6 +23,7 @@ class Run:
     def __init__(self, folder: Path | str, options: dict | None = None) -> None:
         self.folder, self.options = folder, options or {}
         self.token = uuid.uuid4().hex  # of the processes that may write to it (`shared.lease`)
+        self.is_leased = False
         # From the checkpoint that `open_or_resume` has read:
         self.resumed_from: Path | str | None = None
         self.metrics: list[dict] = []
@@ -42,7 +43,7 @@ class Run:
         self.delete_file(".writable")
 
     def write_file(self, name: str, text: str) -> None:
-        """Write a small file to the run's folder, replacing an older one at once."""
+        """Write a small file to the run's folder."""
         path = Path(self.folder, name)
         partial = path.with_name(f"{name}.{self.token}")
         partial.write_text(text)
@@ -82,10 +83,18 @@ class Run:
             raise ValueError(f"cannot write to --storage-path: {error.strerror or error}: {self.folder}") from error
         check_metrics_out(args)
         lease.acquire(self, worker)
+        try:
+            return self.load_to_resume(args, worker)
+        except BaseException:
+            lease.release()
+            raise
+
+    def load_to_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
+        """The state to continue from, or None if there is none and none is needed. Raises ValueError."""
         path, state, skipped = self.load_newest(worker)
         for what in skipped:
             worker.log(f"skipped {what}")
-        if state is None and skipped:
+        if state is None and (skipped or (args.resume and not self.restarted)):
             raise ValueError(f"nothing to resume: no readable checkpoint in {self.folder}")
         if state is not None:
             progress = state.get("progress", {})
@@ -122,9 +131,9 @@ class Run:
                 checkpoint.check_finite(state.get("model", {}))
                 path = checkpoint.path_for_step(self.folder, state["progress"]["step"])
                 try:
-                    checkpoint.keep_newest(checkpoint.save_atomically(state, path))
+                    checkpoint.keep_newest(checkpoint.save(state, path))
                 except OSError as error:
-                    raise OSError(f"cannot save {path}: {error.strerror or error}. {self.resume_hint()}") from error
+                    raise OSError(f"{error}. {self.resume_hint()}") from error
 
     def resume_hint(self) -> str:
         """What a user whose run ends early needs to know: what is saved, and how to continue."""

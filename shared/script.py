@@ -51,6 +51,7 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
             if worker.rank == 0:
                 with contextlib.suppress(Exception):
                     say(signal.Signals(number).name, pool)
+                with contextlib.suppress(Exception):
                     pool.submit(lease.release).result(timeout=5)
             pool.submit(clean_up).result(timeout=5)
         finally:

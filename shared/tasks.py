@@ -21,7 +21,8 @@ class Task:
     """What a run trains. A subclass has `name`, `dataset_names`, `model_names`, `load` and `build_model`.
 
     A sample is (inputs, targets), two tensors. The model maps a batch of inputs to logits: (batch, classes) for one
-    answer per sample, (batch, T, classes) for T of them. For anything else a subclass defines `loss` and `metric_sums`.
+    answer per sample, (batch, T, classes) for T of them. It takes a batch of no samples, and uses all its parameters in
+    each step. For anything else a subclass defines `loss` and `metric_sums`.
     Attributes: args, the options; splits, the data; device; precision; dtype, of weights and floating-point inputs.
     """
 

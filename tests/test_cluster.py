@@ -1,6 +1,7 @@
 """shared.on_ray.cluster: joining and starting Ray, training on it, and leaving it."""
 
 import argparse
+import json
 import os
 import subprocess
 import time
@@ -167,6 +168,30 @@ def test_a_users_mistake_is_returned_by_a_worker_and_raised_by_fit(fit, monkeypa
     returned = workers.on_workers(train)({"num_workers": 7})
     with pytest.raises(UsageError, match="7 are too many"):
         fit(returned)
+
+
+def test_the_reason_is_the_exception_and_not_a_warning_behind_it():
+    text = (
+        "\x1b[36mray::train()\x1b[0m\n  ...\nRuntimeError: Gloo connectFullMesh failed\n[W socket.cpp] no name\n"
+    )
+    failed = ray.train.WorkerGroupError("", {0: ValueError(text)})
+    assert workers.reason_of(failed) == "the worker of rank 0 failed: RuntimeError: Gloo connectFullMesh failed"
+
+
+def test_the_address_of_a_store_goes_to_all_nodes_and_credentials_stay(monkeypatch):
+    sent = {}
+    monkeypatch.setattr(cluster, "check_answers", lambda address: None)
+    monkeypatch.setattr(cluster, "ray_init", lambda address, log_level, **options: sent.update(options))
+    for name in ("AWS_ENDPOINT_URL", "AWS_REGION", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "something")
+    cluster.join("head:6379", {"QUIET": "1"}, ())
+    expected = {"QUIET": "1", "RAY_ADDRESS": "head:6379", "AWS_ENDPOINT_URL": "something", "AWS_REGION": "something"}
+    assert sent["runtime_env"]["env_vars"] == expected
+    # A submitted job whose own environment names the store: Ray refuses to be told twice.
+    job = {"runtime_env": {"env_vars": {"AWS_ENDPOINT_URL": "something"}}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    cluster.join("head:6379", {}, ())
+    assert sent["runtime_env"]["env_vars"] == {"RAY_ADDRESS": "head:6379", "AWS_REGION": "something"}
 
 
 # --- with a Ray ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from runs import LIMIT, ROOT, Fork
@@ -100,6 +101,14 @@ def test_a_script_that_is_to_continue_a_run_which_is_being_trained_is_refused(tm
     assert not (tmp_path / "one" / lease.NAME).exists()
 
 
+def test_a_clock_that_is_set_makes_no_living_process_a_dead_one(run, holder, monkeypatch):
+    """psutil's time of creation is by the clock: it moves with it."""
+    create_time = psutil.Process.create_time
+    monkeypatch.setattr(psutil.Process, "create_time", lambda process: create_time(process) + 60)
+    with pytest.raises(ValueError, match=f"is being written by process {holder.pid}"):
+        lease.acquire(run, Worker())
+
+
 def test_a_lease_that_is_given_back_makes_room(run):
     lease.acquire(run, Worker())
     lease.release()
@@ -154,10 +163,14 @@ def test_the_lease_is_renewed_until_it_is_lost(run, monkeypatch):
     assert path.exists()  # it belongs to the other one
 
 
-def test_who_has_lost_the_lease_saves_nothing_more(run, tmp_path):
+@pytest.mark.parametrize("has_finished", [False, True])
+def test_who_has_lost_the_lease_saves_nothing_more(run, has_finished, tmp_path):
     lease.acquire(run, Worker())
     become_a_different_host(run)
-    with pytest.raises(UsageError, match=r"not saved: .* has been taken over by process \d+ on far-away, since"):
+    if has_finished:
+        Path(run.folder, lease.NAME).unlink()
+    writer = "a different process, which has finished" if has_finished else r"process \d+ on far-away, since"
+    with pytest.raises(UsageError, match=rf"not saved: .* has been taken over by {writer}"):
         if isinstance(run, RayRun):
             run.report({"progress": {"step": 1}}, {}, Worker())
         else:

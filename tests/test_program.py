@@ -26,6 +26,7 @@ from training import data, distributed_training, predict, trainer, utils
 from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
 from shared.on_ray import cluster
+from shared.runs import Run
 
 
 def without_times(outcome: dict) -> list[dict]:
@@ -117,12 +118,19 @@ def here(folder: Path, *changes: str, state: dict | None = None) -> dict:
     run_folder = folder / "runs/here"
     run_folder.mkdir(parents=True, exist_ok=True)
     folders = trainer.Folders(str(run_folder), data.prepare(config), str(folder / "logs/here"))
-    return trainer.train(config, folders, Worker(), lambda: state, utils.store_in(run_folder, config))
+    return trainer.train(config, folders, Worker(), lambda: state, utils.store_in(Run(run_folder), config))
 
 
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory) -> list[float]:
     return losses(here(tmp_path_factory.mktemp("exact"), *EXACT, "training.epochs=1"))
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path):
+    """The first step's loss is still finite: it is that of the first weights."""
+    with pytest.raises(UsageError, match=r"diverged: .* is not finite \(not saved\)"):
+        here(tmp_path, *EXACT, "training.lr=1e308", "checkpoint.every_steps=1")
+    assert not list((tmp_path / "runs/here").glob("*.pt"))
 
 
 @pytest.mark.parametrize(

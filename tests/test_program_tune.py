@@ -85,6 +85,7 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(program, on_cluste
 @pytest.mark.parametrize(("more", "words"), [
     (["--run-name", "taken"], "taken holds a run already: add --resume to continue it"),
     (["--run-name", "new", "--resume"], "nothing to resume"),
+    (["--run-name", "trained", "--resume"], "nothing to resume"),
     (["--resume"], "--resume needs the --run-name"),
     (["--set", "tuning.scheduler=hyperband"], "tuning.scheduler = 'hyperband': should be 'none' or 'asha'"),
     (["--set", "tuning.epochs=[]"], r"tuning.epochs = \[\]: should have at least 1 item"),
@@ -92,6 +93,7 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(program, on_cluste
 def test_what_a_search_refuses(more, words, tmp_path, monkeypatch):
     (tmp_path / "runs/taken").mkdir(parents=True)
     (tmp_path / "runs/taken/experiment_state-2026-11-23_00-00-00.json").touch()
+    (tmp_path / "runs/trained/checkpoint-00000007-abc").mkdir(parents=True)  # of a training run
     folder = str(ROOT / "04-ray-in-production/program/config")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tune.py", "--config-dir", folder, "--out", "best", *more])

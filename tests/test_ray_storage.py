@@ -168,18 +168,18 @@ def test_a_folder_that_this_node_does_not_see(saved, patience_s, tmp_path, monke
     (ValueError("a user's mistake"), "something", False),
 ])  # fmt: skip
 def test_ray_starts_the_workers_again_only_for_files_that_were_there_before(error, saved, retried, monkeypatch):
-    def train(worker: Worker) -> None:
+    def train(worker: Worker, run: RayRun) -> None:
         with fail_together():
             raise error
 
     monkeypatch.setattr("ray.train.get_checkpoint", lambda: saved)
     monkeypatch.setattr(workers, "current_worker", Worker)
-    train_worker = workers.on_workers(train)
+    train_worker, config = workers.on_workers(train), {"run": RayRun("s3://bucket/runs/mine")}
     if retried:
         with pytest.raises(OSError, match="the mount is not there"):
-            train_worker({})
+            train_worker(config)
     else:
-        returned = train_worker({})
+        returned = train_worker(config)
         assert isinstance(returned, UsageError) and str(returned) == str(error)
 
 

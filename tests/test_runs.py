@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import resource
 import shlex
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 import torch
 from runs import ROOT, progress_options
 
-from shared import checkpoint, options, restarts, runs, tasks
+from shared import checkpoint, lease, options, restarts, runs, tasks
 from shared.distributed import Worker
 from shared.errors import UsageError
 from shared.progress import LINE_EVERY_S, Progress, write_metrics
@@ -304,21 +305,27 @@ def test_in_the_middle_of_an_epoch_a_progress_does_not_continue_with_different_d
     progress.record_steps([3.0], [4], 2.0)
     with pytest.raises(UsageError, match="the epoch began with 10 training samples, and now there are 12"):
         new_progress(12).load_state_dict(progress.state_dict())
+    other_order = Progress(progress_options(batch_size=4, epochs=5), Worker(), 10, options={"seed": 1})
+    with pytest.raises(UsageError, match="the epoch began with --seed 0, and goes on with it: --seed 1"):
+        other_order.load_state_dict(progress.state_dict())
     old = progress.state_dict()
     del old["num_samples"]  # a checkpoint of an earlier version
     new_progress(12).load_state_dict(old)
 
 
-def test_a_disk_that_is_full_ends_the_run_with_one_line_and_its_checkpoints_stay(args, folder, monkeypatch):
+@pytest.mark.parametrize("limit", [10, 100_000])
+def test_a_disk_that_is_full_ends_the_run_with_one_line_and_its_checkpoints_stay(args, folder, limit):
+    """Stood in for by a limit on the size of files. In the middle of a tensor torch reports it as a RuntimeError."""
     kept, run = save_step(folder, 20), runs.Run(folder, runs.options_of(args))
-
-    def fill_the_disk(*_):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(torch, "save", fill_the_disk)
-    with pytest.raises(UsageError, match=r"cannot save .*-00000040.pt: No space left on device\. .*20.pt is saved"):
-        run.save({"progress": {"step": 40}}, Worker())
-    assert run.list_newest_first() == [kept]
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        wanted = r"cannot save .*-00000040.pt: File too large\. .*20.pt is saved; continue with: "
+        with pytest.raises(UsageError, match=wanted):
+            run.save({"model": {"weight": torch.ones(100_000)}, "progress": {"step": 40}}, Worker())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert run.list_newest_first() == [kept] == [path for path in folder.iterdir() if path.name != lease.NAME]
 
 
 @pytest.mark.parametrize(("step", "epoch", "max_steps", "finished"), [

@@ -1,6 +1,7 @@
 """A Ray cluster without surprises: starting or joining it, asking it for room, and leaving it."""
 
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -11,6 +12,7 @@ from types import ModuleType
 
 import psutil
 import ray
+from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
 from ray._private.utils import get_num_cpus
 from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -112,6 +114,9 @@ def join(address: str, settings: dict[str, str], packages: Sequence[ModuleType])
     settings = settings | {name: os.environ[name] for name in STORE if name in os.environ}
     if address != "auto":
         settings = settings | {"RAY_ADDRESS": address}
+    # Ray refuses what a submitted job's own runtime environment sets already, even to the same value.
+    job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
+    settings = {name: value for name, value in settings.items() if name not in (job.get("env_vars") or {})}
     # A module that is one file is sent as that file, a package as its folder.
     files = [Path(package.__file__) for package in packages]
     folders = [str(file.parent if file.name == "__init__.py" else file) for file in files]

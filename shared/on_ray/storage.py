@@ -169,7 +169,12 @@ class RayRun(runs.Run):
     @property
     def patience_s(self) -> int:
         """How many seconds a worker waits for files: longer if they were there before, when something was saved."""
-        return 0 if self.local_mode else 60 if ray.train.get_checkpoint() is not None else 10
+        return 0 if self.local_mode else 60 if self.has_saved else 10
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this run has saved a checkpoint, as a worker sees it when it starts."""
+        return self.resumed_from is not None or ray.train.get_checkpoint() is not None
 
     def check_folder(self) -> None:
         """Raises OSError on a node that does not see the run's folder, which the driver has made.
@@ -210,7 +215,7 @@ class RayRun(runs.Run):
                 skipped.append(f"{Path(path).name} ({error})")
                 if worker.rank == 0:
                     worker.log(f"skipped {skipped[-1]}")
-        if skipped and (self.resumed_from is not None or ray.train.get_checkpoint() is not None):
+        if skipped and self.has_saved:
             raise OSError(f"no readable checkpoint in {self.folder}: {'; '.join(skipped)}")
         return None, None
 
@@ -276,7 +281,7 @@ def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], No
             parts = gather_objects(checksums)
             state = {**state, "files": {name: entry for part in parts for name, entry in part.items()}}
         if worker.rank == 0:
-            checkpoint.save_atomically(state, Path(folder) / STATE_FILE)
+            checkpoint.save(state, Path(folder) / STATE_FILE)
         # A resumed run may come to the same step again: the name must still be new.
         name = f"checkpoint-{state['progress']['step']:08d}-{uuid.uuid4().hex[:8]}"
         reported = ray.train.Checkpoint.from_directory(folder) if worker.rank == 0 or write is not None else None

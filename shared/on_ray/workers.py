@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared import lease
 from shared.distributed import Worker
-from shared.errors import FilesMissing, RunFailed, UsageError
+from shared.errors import RunFailed, StorageError, UsageError
 from shared.on_ray import cluster
 from shared.on_ray.storage import MetricsFile, RayRun
 from shared.rendezvous import choose_gloo_interface
@@ -46,7 +46,7 @@ def on_workers(train: Callable[..., object]) -> Callable[[dict], object]:
         try:
             return train(worker=current_worker(), **config)
         except UsageError as error:
-            if isinstance(error, FilesMissing) and ray.train.get_checkpoint() is not None:
+            if isinstance(error, StorageError) and config["run"].has_saved:
                 raise OSError(str(error)) from error
             return error
 
@@ -74,19 +74,30 @@ def check_storage(run: RayRun) -> None:
 
     Ray Train's own processes would die of it without a word of the store.
     """
+    if run.local_mode or cluster.OWN_RAY_ENV or "://" not in run.folder:
+        return
     probes = {}
-    for node in ray.nodes() if "://" in run.folder and not run.local_mode and not cluster.OWN_RAY_ENV else []:
-        if node["Alive"]:
-            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            probe = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(RayRun.probe)
-            probes[f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"] = probe.remote(run)
-    for name, probe in probes.items():
+    for node in living_nodes():
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        probe = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(RayRun.probe)
+        probes[probe.remote(run)] = node
+    _, silent = ray.wait(list(probes), num_returns=len(probes), timeout=120)
+    for probe, node in probes.items():
         try:
-            problem = ray.get(probe, timeout=60)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            problem = str(error).splitlines()[0] or "no answer in 60 s"
-        if problem:
-            raise UsageError(f"node {name} cannot use --storage-path {run.folder}: {problem}")
+            problem = "no answer in 120 s" if probe in silent else ray.get(probe)
+        except ray.exceptions.RayError as error:
+            problem = str(getattr(error, "cause", None) or error).partition("\n")[0]
+        if problem and node in living_nodes():
+            raise UsageError(f"node {living_nodes()[node]} cannot use --storage-path {run.folder}: {problem}")
+
+
+def living_nodes() -> dict[str, str]:
+    """Host name and address of each node that is there, by its id."""
+    return {
+        node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+        for node in ray.nodes()
+        if node["Alive"]
+    }
 
 
 def build_trainer(
@@ -115,15 +126,25 @@ def build_trainer(
 def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
     """Call `trainer.fit()`, and return what the workers return: their metrics. Raises UsageError and RunFailed.
 
+    Afterwards a different process may continue the run.
+    """
+    try:
+        check_storage(run)
+        return fit_until_done(trainer, run, driver)
+    finally:
+        lease.release()
+
+
+def fit_until_done(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
+    """Call `trainer.fit()` until it returns, MAX_FIT_ATTEMPTS times at most.
+
     Ray Train replaces a worker that dies while it trains, as often as `max_failures` says. One that dies while the
     workers are being started, or started again, ends `fit` in ray 2.60, and so does the death of Ray's controller.
-    Nothing is wrong with the run then. It continues from its newest checkpoint, in MAX_FIT_ATTEMPTS attempts at most.
+    Nothing is wrong with the run then, and it continues from its newest checkpoint.
     """
-    check_storage(run)
     for attempt in range(1, MAX_FIT_ATTEMPTS + 1):
         try:
             returned = trainer.fit().return_value
-            lease.release()
             if isinstance(returned, UsageError):
                 raise returned
             return returned
@@ -131,7 +152,6 @@ def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
             lost = error.controller_failure if isinstance(error, ray.train.ControllerError) else error
             reason = reason_of(lost)
             if not isinstance(lost, RayActorError) or attempt == MAX_FIT_ATTEMPTS:
-                lease.release()
                 raise RunFailed(f"{reason}. {run.resume_hint()}") from None
             again = f"({attempt} of {MAX_FIT_ATTEMPTS - 1})"
             driver.log(f"{reason}; starting the workers again from the newest checkpoint {again}")

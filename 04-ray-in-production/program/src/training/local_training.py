@@ -28,7 +28,7 @@ def main() -> None:
     folders = trainer.Folders(str(run.folder), data_folder, str(Path(config.paths.log_dir, run.folder.name).absolute()))
     script.stop_on_signals(worker, run)
 
-    result = trainer.train(config, folders, worker, lambda: state, utils.store_in(run.folder, config))
+    result = trainer.train(config, folders, worker, lambda: state, utils.store_in(run, config))
     worker.log(f"done: {utils.write_metrics(config, result['run'], result)}; checkpoints in {run.folder}")
 
 

@@ -252,7 +252,12 @@ class Trainer:
         return {"loss": loss / len(dataset), "accuracy": correct / len(dataset)}
 
     def save(self, score: float | None) -> None:
-        """Save a checkpoint. score: the val_accuracy, or None in the middle of an epoch. Collective."""
+        """Save a checkpoint. score: the val_accuracy, or None in the middle of an epoch. Collective.
+
+        Raises UsageError on every rank if weights are not finite.
+        """
+        with distributed.fail_together():
+            checkpoint.check_finite(self.model.state_dict())
         state = {
             **checkpoint.training_state(self.model, self.optimizer, self.scheduler, self.progress.state_dict()),
             "scaler": self.scaler.state_dict(),

@@ -7,9 +7,10 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
-from shared import checkpoint, progress
-from shared.distributed import Worker
+from shared import checkpoint, lease, progress
+from shared.distributed import Worker, fail_together
 from shared.on_ray.storage import RayRun
+from shared.runs import Run
 from training.config import Config
 
 
@@ -43,14 +44,19 @@ def run_args(config: Config, options: Namespace, num_workers: int) -> Namespace:
     )  # fmt: skip
 
 
-def store_in(folder: Path, config: Config) -> Callable[[dict, dict], None]:
-    """Return a function that saves a state to `folder` and, as Ray Train does, keeps only the best and the newest."""
+def store_in(run: Run, config: Config) -> Callable[[dict, dict], None]:
+    """Return a function that saves a state of `run` and, as Ray Train does, keeps only the best and the newest.
+
+    It raises UsageError if the state cannot be saved, or if a different process has taken over the run.
+    """
 
     def store(state: dict, metrics: dict) -> None:
-        newest = checkpoint.save_atomically(state, checkpoint.path_for_step(folder, metrics["step"]))
+        with fail_together():
+            lease.check(run)
+            newest = checkpoint.save(state, checkpoint.path_for_step(run.folder, metrics["step"]))
         lines = state["progress"]["metrics"]
-        scores = {checkpoint.path_for_step(folder, line["step"]): line["val_accuracy"] for line in lines}
-        ranked = [path for path in checkpoint.list_newest_first(folder) if path <= newest]
+        scores = {checkpoint.path_for_step(run.folder, line["step"]): line["val_accuracy"] for line in lines}
+        ranked = [path for path in run.list_newest_first() if path <= newest]
         ranked.sort(key=lambda path: scores.get(path, -1.0), reverse=True)  # a mid-epoch checkpoint has no score
         for path in ranked[config.checkpoint.keep_best :]:
             if path != newest:
