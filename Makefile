@@ -64,8 +64,10 @@ new-venv:
 	@echo ".venv $(NEW_VENV): $(PYTHON) makes a new one"
 	@PATH="$(OUTSIDE)"; $(PYTHON) -m venv --clear .venv || { rm -rf .venv; exit 2; }
 
-.venv/installed-dev: .venv/installed requirements-dev.txt
+.venv/installed-dev: .venv/installed requirements-dev.txt tests/s3.txt
 	$(UV) -r requirements-dev.txt || $(PIP) -r requirements-dev.txt
+	$(BIN)/python -m venv --clear .venv/s3
+	$(subst $(BIN)/python,.venv/s3/bin/python,$(UV)) -r tests/s3.txt || $(subst $(BIN)/python,.venv/s3/bin/python,$(PIP)) -r tests/s3.txt
 	touch $@
 
 # --allow-root: in a container or a cloud's workspace the user often is root, and Jupyter would not start.

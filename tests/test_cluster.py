@@ -171,9 +171,7 @@ def test_a_users_mistake_is_returned_by_a_worker_and_raised_by_fit(fit, monkeypa
 
 
 def test_the_reason_is_the_exception_and_not_a_warning_behind_it():
-    text = (
-        "\x1b[36mray::train()\x1b[0m\n  ...\nRuntimeError: Gloo connectFullMesh failed\n[W socket.cpp] no name\n"
-    )
+    text = "\x1b[36mray::train()\x1b[0m\n  ...\nRuntimeError: Gloo connectFullMesh failed\n[W socket.cpp] no name\n"
     failed = ray.train.WorkerGroupError("", {0: ValueError(text)})
     assert workers.reason_of(failed) == "the worker of rank 0 failed: RuntimeError: Gloo connectFullMesh failed"
 

@@ -10,8 +10,9 @@ from urllib.request import Request, urlopen
 
 import hosts
 import pytest
-from moto.server import ThreadedMotoServer
 from runs import LIMIT, ROOT, assert_same_losses, train
+
+from shared.rendezvous import free_port
 
 WHY_NOT = hosts.why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -45,14 +46,19 @@ def three_hosts(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def store(three_hosts):
+def store(three_hosts, tmp_path_factory):
     """The address of a store that speaks S3, with one bucket."""
-    server = ThreadedMotoServer(ip_address=three_hosts[0], port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    urlopen(Request(f"http://{host}:{port}/bucket", method="PUT"), timeout=LIMIT)
-    yield f"http://{host}:{port}"
-    server.stop()
+    port, output = free_port(), tmp_path_factory.mktemp("store") / "output"
+    python = Path(sys.prefix, "s3/bin/python")
+    assert python.exists(), "make .venv/installed-dev"
+    with open(output, "w") as file:
+        command = [python, "-m", "moto.server", "-H", three_hosts[0], "-p", str(port)]
+        server = subprocess.Popen(command, stdout=file, stderr=file)
+    wait_until(lambda: "Running on" in output.read_text(), server, output)
+    urlopen(Request(f"http://{three_hosts[0]}:{port}/bucket", method="PUT"), timeout=LIMIT)
+    yield f"http://{three_hosts[0]}:{port}"
+    server.kill()
+    server.wait(LIMIT)
 
 
 @pytest.fixture(scope="module")
