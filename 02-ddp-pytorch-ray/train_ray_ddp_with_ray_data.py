@@ -25,7 +25,7 @@ from torchvision.transforms import v2
 
 import ray_images
 import shared
-from shared import checkpoint, distributed, options, sampling, script, tasks
+from shared import checkpoint, distributed, options, paths, sampling, script, tasks
 from shared.on_ray import cluster, command_line, storage, workers
 from shared.progress import Progress, write_metrics
 
@@ -36,7 +36,7 @@ def main() -> None:
     # No BatchNorm: whichever rows a worker gets, its last batch may be a single sample, which has no variance.
     parser = command_line.ray_parser(__doc__, TASKS, models=("resnet18", "resnet8", "mlp"))
     add = parser.add_argument
-    add("--data-uri", dest="dataset", type=command_line.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
+    add("--data-uri", dest="dataset", type=paths.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
         help="in place of --dataset: a path or URI with train/ and val/ in it, each of them Parquet files with the "
         "columns image and label, or pictures in a folder for each label")  # fmt: skip
     add("--image-size", type=options.positive_int, metavar="PIXELS",

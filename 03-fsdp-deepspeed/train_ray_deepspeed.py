@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import shared
 import zero
-from shared import distributed, measure, models, options, sampling, script, tasks
+from shared import distributed, measure, models, options, paths, sampling, script, tasks
 from shared.on_ray import cluster, command_line, storage, workers
 from shared.progress import Progress, write_metrics
 
@@ -40,7 +40,8 @@ def main() -> None:
     })  # fmt: skip
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3),
         help="1: optimizer state is cut up, 2: gradients too, 3: weights too (default: as in --ds-config)")  # fmt: skip
-    parser.add_argument("--ds-config", metavar="FILE", default=str(Path(__file__).with_name("ds_config.json")),
+    parser.add_argument("--ds-config", metavar="FILE", type=paths.local_path,
+        default=str(Path(__file__).with_name("ds_config.json")),
         help="DeepSpeed's settings (default: ds_config.json beside this file)")  # fmt: skip
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in the host's memory")
     args = parser.parse_args()

@@ -18,8 +18,8 @@ from training import config as configuration
 from training import data, distributed_training, trainer
 
 import shared
-from shared import distributed, runs, script
-from shared.on_ray import cluster, command_line, storage, workers
+from shared import distributed, paths, runs, script
+from shared.on_ray import cluster, storage, workers
 
 
 def trial(values: dict, config_values: dict, data_folder: str) -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     # A trial requests a hundredth of a CPU, for which a whole CPU has to be free.
     use_gpu = cluster.start(num_workers, config.cluster.use_gpu, spare_cpus=1, packages=[shared, training])
     use_gpu = distributed_training.check_resources(config.cluster, use_gpu, driver)
-    storage_path = command_line.path_or_uri(config.paths.model_save_dir)
+    storage_path = paths.path_or_uri(config.paths.model_save_dir)
     config_values = config.model_dump(mode="json")
     config_values["cluster"]["use_gpu"], config_values["paths"]["model_save_dir"] = use_gpu, storage_path
     trainable = tune.with_parameters(trial, config_values=config_values, data_folder=data_folder)

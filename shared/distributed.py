@@ -19,6 +19,8 @@ from shared.errors import StorageError, UsageError
 from shared.rendezvous import choose_gloo_interface, name_this_attempt
 
 FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# How many processes other launchers have started: Slurm's srun, Open MPI, and Hydra (MPICH, Intel MPI).
+FROM_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 MAX_WAIT = timedelta(hours=12)  # for what a rank reads, copies or downloads before the others can continue
 
 
@@ -42,8 +44,38 @@ class Worker:
 
 
 def rank_from_environment() -> int:
-    """The RANK that torchrun has set for this process; 0 under plain `python`."""
-    return int(os.environ.get("RANK", 0))
+    """The RANK that torchrun has set for this process; 0 under plain `python`, and where it did not set all variables.
+
+    Such a process is on its own: it has to speak for itself, though `join` will refuse it.
+    """
+    rank = os.environ.get("RANK", "0")
+    return int(rank) if rank.isdigit() and all(name in os.environ for name in FROM_TORCHRUN) else 0
+
+
+def check_environment() -> None:
+    """Raises UsageError if the environment describes half a process group, or if a launcher has started many processes
+    and told them nothing of each other.
+    """
+    numbers = {name: os.environ[name] for name in FROM_TORCHRUN if name in os.environ and name != "MASTER_ADDR"}
+    for name, value in numbers.items():
+        if not value.isdigit():
+            raise UsageError(f"{name}={value} is not a whole number: start with torchrun, or unset {name}")
+    if "RANK" in numbers:
+        if missing := [name for name in FROM_TORCHRUN if name not in os.environ]:
+            raise UsageError(f"RANK is set, and {', '.join(missing)} not: start with torchrun, or unset RANK")
+        for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
+            if int(numbers[rank]) >= int(numbers[size]):
+                raise UsageError(f"{rank}={numbers[rank]} is too large for {size}={numbers[size]}: start with torchrun")
+    elif int(numbers.get("WORLD_SIZE", 1)) > 1:
+        raise UsageError(f"WORLD_SIZE={numbers['WORLD_SIZE']} and no RANK: start with torchrun, or unset WORLD_SIZE")
+    else:
+        for name in FROM_LAUNCHERS:
+            if os.environ.get(name, "1").isdigit() and int(os.environ.get(name, "1")) > 1:
+                raise UsageError(
+                    f"this is one of {os.environ[name]} processes ({name}) that do not know of each other: let the "
+                    "launcher start one torchrun per node (srun --ntasks-per-node 1 torchrun --nnodes ...), which "
+                    "starts the processes"
+                )
 
 
 def join(timeout_s: float = 600) -> Worker:
@@ -51,12 +83,11 @@ def join(timeout_s: float = 600) -> Worker:
 
     Under plain `python` there is no group and the worker is rank 0 of 1. A collective that a rank does not reach
     within `timeout_s` seconds raises on the others. Raises UsageError where a node has more processes than GPUs, and
-    where the environment describes half a process group.
+    as `check_environment` does.
     """
+    check_environment()
     if "RANK" not in os.environ:
         return Worker(device=torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
-    if missing := [name for name in FROM_TORCHRUN if name not in os.environ]:
-        raise UsageError(f"RANK is set, and {', '.join(missing)} not: start with torchrun, or unset RANK")
     local_rank, local_world_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TextIO
 
@@ -10,6 +11,7 @@ import torch
 
 from shared.distributed import rank_from_environment
 from shared.errors import UsageError
+from shared.paths import local_path
 from shared.tasks import Task, task_for
 
 PRECISIONS = {
@@ -73,8 +75,8 @@ positive_int = checked(int, lambda value: value > 0, "a whole number above 0")
 positive_float = checked(float, lambda value: 0 < value < float("inf"), "a number above 0")
 seed = checked(int, lambda value: 0 <= value <= 2**62, "a whole number between 0 and 2**62")  # an epoch is added to it
 run_name = checked(
-    str, lambda name: "/" not in name and name not in ("", ".", ".."),
-    "the name of a folder (--storage-path says where runs are)",
+    str, lambda name: re.fullmatch(r"[^./#?%][^/#?%]*", name) is not None,
+    "the name of a run: it becomes a folder under --storage-path, and part of a URI, so no / # ? % and no dot first",
 )  # fmt: skip
 
 
@@ -107,14 +109,15 @@ def training_parser(
     add("--model", choices=models,
         help=f"default: {', '.join(f'{task.model_names[0]} for {task.name}' for task in tasks)}")  # fmt: skip
     # Ray moves its workers to folders of their own: a relative path must be made absolute here.
-    add("--data-dir", type=os.path.abspath, default="data", help="where data sets are downloaded to (default: ./data)")
+    add("--data-dir", type=local_path, default="data", help="where data sets are downloaded to (default: ./data)")
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in precisions.items())
     add("--precision", choices=tuple(precisions), default="fp32", help=f"{meanings} (default: %(default)s)")
-    add("--storage-path", default="runs", help="folder that holds the runs' checkpoints (default: ./%(default)s)")
+    add("--storage-path", type=os.path.expanduser, default="runs",
+        help="folder that holds the runs' checkpoints (default: ./%(default)s)")  # fmt: skip
     add("--run-name", type=run_name,
         help="the run's folder under --storage-path (default: a new one, with the time in its name)")  # fmt: skip
     add("--resume", action="store_true", help="continue from the newest readable checkpoint of --run-name")
-    add("--metrics-out", metavar="FILE", help="write one JSON line per epoch to FILE")
+    add("--metrics-out", type=local_path, metavar="FILE", help="write one JSON line per epoch to FILE")
     add("--quiet", action="store_true", help="print no line every few seconds while an epoch is running")
     for task in tasks:
         task.add_options(parser)

@@ -20,6 +20,7 @@ from shared.errors import UsageError
 from shared.sampling import even_batches, global_batch_counts
 
 LINE_EVERY_S = 5
+written_to_device: dict[Path, int] = {}  # how many lines, by the device's path
 
 
 class Progress:
@@ -186,10 +187,18 @@ def check_finite(what: str, value: float) -> None:
 
 
 def write_metrics(path: str | Path | None, lines: list[dict]) -> None:
-    """Write one JSON line per epoch to `path`, replacing the file at once. None: nothing is written."""
+    """Write one JSON line per epoch to `path`, replacing the file at once. None: nothing is written.
+
+    A link stays, and the file that it leads to is replaced. To a device such as /dev/null each line is written once.
+    """
     if path is None:
         return
-    path = Path(path)
+    path = Path(path).resolve()
+    text = [json.dumps(line) + "\n" for line in lines]
+    if path.is_char_device():
+        path.write_text("".join(text[written_to_device.get(path, 0) :]))
+        written_to_device[path] = len(text)
+        return
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    partial.write_text("".join(text))
     os.replace(partial, path)

@@ -1,6 +1,7 @@
 """A run: the folder that holds its checkpoints, who may write there, and how to continue it."""
 
 import argparse
+import errno
 import os
 import shlex
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from shared import checkpoint, lease
 from shared.distributed import Worker, fail_together
+
+SEARCH = "experiment_state"  # how the names of Ray Tune's own files begin
 
 
 class Run:
@@ -31,6 +34,11 @@ class Run:
     def list_newest_first(self) -> list:
         """The paths of its checkpoints, readable or not, newest first."""
         return checkpoint.list_newest_first(self.folder)
+
+    def list_foreign(self) -> list:
+        """The paths in the run's folder that a different kind of script has written: Ray's checkpoints, a search."""
+        folders = [path for path in Path(self.folder).glob("checkpoint-*") if path.is_dir()]
+        return [*folders, *Path(self.folder).glob(f"{SEARCH}*")]
 
     def load_newest(self, worker: Worker) -> tuple[Path | str | None, dict | None, list[str]]:
         """(path, state, what was skipped and why) of the newest readable checkpoint; (None, None, ...) without one."""
@@ -70,6 +78,11 @@ class Run:
         """
         if args.resume and args.run_name is None:
             raise ValueError("--resume needs the --run-name of the run to continue")
+        if foreign := self.list_foreign():
+            raise ValueError(
+                f"{self.folder} holds a run of a different kind of script ({Path(foreign[0]).name}): choose another "
+                "--run-name"
+            )
         found = self.list_newest_first()
         if found and not (args.resume or self.restarted):
             raise ValueError(
@@ -173,7 +186,10 @@ def check_metrics_out(args: argparse.Namespace) -> None:
     """Raises ValueError if --metrics-out cannot be written to; its content stays."""
     if args.metrics_out is not None:
         try:
-            Path(args.metrics_out).parent.mkdir(parents=True, exist_ok=True)
-            open(args.metrics_out, "a").close()
+            path = Path(args.metrics_out).resolve()
+            if path.exists() and not (path.is_file() or path.is_char_device()):  # to open a pipe would take forever
+                raise OSError(errno.EINVAL, "not a file")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            open(path, "a").close()
         except OSError as error:
             raise ValueError(f"cannot write to --metrics-out: {error.strerror}: {args.metrics_out}") from error

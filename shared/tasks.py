@@ -1,7 +1,6 @@
 """What is trained, behind one interface: data, model, optimizer, loss and accuracy. Images, or text."""
 
 import argparse
-import os
 import zlib
 from collections.abc import Sequence
 
@@ -13,6 +12,7 @@ from shared import datasets, models
 from shared.datasets import Splits
 from shared.distributed import Worker, check_same, fail_together, global_max, local_first, retry
 from shared.errors import UsageError
+from shared.paths import local_path
 from shared.progress import Progress
 from shared.sampling import global_batch_counts
 
@@ -146,7 +146,7 @@ class TextTask(Task):
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--preset", choices=tuple(models.GPT_PRESETS),
             help="size of the GPT; nano has 1 M parameters (default: nano)")  # fmt: skip
-        parser.add_argument("--text-file", metavar="FILE", type=os.path.abspath,
+        parser.add_argument("--text-file", metavar="FILE", type=local_path,
             help="train on 1,280 windows of this text, which every node has at this path, the same ones each epoch "
             "(default: Python's standard library)")  # fmt: skip
         parser.add_argument("--activation-checkpointing", action="store_true",

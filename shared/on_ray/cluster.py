@@ -190,8 +190,19 @@ def quiet_settings(own: bool, elastic: bool = False) -> dict[str, str]:
 
 
 def check_answers(address: str) -> None:
-    """Raises UsageError where nobody listens at HOST:PORT: ray.init would try forever."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    """Raises UsageError where nobody listens at HOST:PORT: ray.init would try forever. Other ports get advice."""
+    scheme, _, place = address.rpartition("://")
+    host, _, port = place.partition("/")[0].rpartition(":")
+    if scheme in ("http", "https") or port == "8265":
+        raise UsageError(
+            f"RAY_ADDRESS={address} is Ray's dashboard, for `ray job submit`; a script on a node of the cluster joins "
+            f"at {host}:6379"
+        )
+    if scheme == "ray" or port == "10001":
+        raise UsageError(
+            f"RAY_ADDRESS={address} is Ray Client's, which Ray Train does not work with; a script on a node of the "
+            f"cluster joins at {host}:6379"
+        )
     if port.isdigit():
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()

@@ -1,7 +1,6 @@
 """The options that all training scripts on Ray share."""
 
 import argparse
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -9,11 +8,6 @@ from shared.options import Parser, checked, training_parser
 from shared.tasks import Task
 
 SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale cluster
-
-
-def path_or_uri(text: str) -> str:
-    """An option's value as an absolute path, or a URI without its trailing slash."""
-    return text.rstrip("/") if "://" in text else os.path.abspath(text)
 
 
 def ray_parser(description: str, tasks: Sequence[type[Task]], **choices: Sequence[str] | Mapping[str, str]) -> Parser:

@@ -20,7 +20,7 @@ from shared import checkpoint, lease, runs, sharded
 from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, retry, wait_for_all
 from shared.errors import UsageError
 from shared.lease import pid_namespace
-from shared.on_ray.command_line import path_or_uri
+from shared.paths import path_or_uri
 from shared.progress import write_metrics
 
 STATE_FILE = "state.pt"
@@ -76,6 +76,11 @@ class RayRun(runs.Run):
         files, path = file_system(self.folder)
         found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
         return sorted((each.path for each in found if each.base_name.startswith("checkpoint-")), reverse=True)
+
+    def list_foreign(self) -> list[str]:
+        files, path = file_system(self.folder)
+        found = [each.path for each in files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))]
+        return [each for each in found if each.endswith(".pt") or each.rpartition("/")[2].startswith(runs.SEARCH)]
 
     def load_newest(self, worker: Worker) -> tuple[str | None, dict | None, list[str]]:
         """As `Run.load_newest`, of the checkpoints that `report` has made. worker: logs how far a long check is."""
@@ -292,7 +297,8 @@ class MetricsFile(ray.train.UserCallback):
     """Writes --metrics-out while a run is training. Ray's controller calls it, on the driver's machine."""
 
     def __init__(self, path: str | None, lines: list[dict]) -> None:
-        self.path = path and os.path.abspath(path)
+        # To a device the driver writes all lines at the end, once.
+        self.path = os.path.abspath(path) if path and not Path(path).is_char_device() else None
         self.lines = lines
 
     def after_report(self, run_context: object, metrics: list[dict], checkpoint: ray.train.Checkpoint | None) -> None:

@@ -1,6 +1,7 @@
 """Read and check the two configuration files. Reports all errors at once, each with its file and key."""
 
 import argparse
+import os
 import re
 import sys
 from collections.abc import Iterator
@@ -8,10 +9,10 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared.errors import UsageError
-from shared.options import Parser
+from shared.options import Parser, run_name
 
 
 def reject_bool(value: object) -> object:
@@ -38,10 +39,20 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def expand_local(path: str) -> str:
+    """Expand ~, and reject a URI."""
+    if "://" in path:
+        raise ValueError("should be a path on this machine, not a URI")
+    return os.path.expanduser(path)
+
+
+LocalPath = Annotated[NonEmptyStr, AfterValidator(expand_local)]
+
+
 class Paths(Section):
-    processed_data_dir: NonEmptyStr
-    model_save_dir: NonEmptyStr
-    log_dir: NonEmptyStr = "logs"
+    processed_data_dir: LocalPath
+    model_save_dir: Annotated[NonEmptyStr, AfterValidator(os.path.expanduser)]  # or a URI
+    log_dir: LocalPath = "logs"
 
 
 class Cluster(Section):
@@ -276,7 +287,9 @@ def run_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser that also has the options of programs whose runs have a name."""
     runs = parser(description)
     runs.add_argument(
-        "--run-name", help="the run's folder in paths.model_save_dir (default: a new one, named after the time)"
+        "--run-name",
+        type=run_name,
+        help="the run's folder in paths.model_save_dir (default: a new one, named after the time)",
     )
     help_resume = "continue from the newest readable checkpoint of --run-name"
     runs.add_argument("--resume", action="store_true", help=help_resume)

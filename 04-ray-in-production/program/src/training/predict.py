@@ -12,7 +12,7 @@ import torch
 from shared import options, script
 from shared.distributed import Worker, fail_together
 from shared.errors import UsageError
-from shared.on_ray.command_line import path_or_uri
+from shared.paths import path_or_uri
 from shared.sampling import rank_loader
 from training import data, model, utils
 from training.config import Config

@@ -43,6 +43,9 @@ class Search(storage.RayRun):
         prefixes = ("experiment_state", "checkpoint-")
         return sorted((entry.path for entry in entries if entry.base_name.startswith(prefixes)), reverse=True)
 
+    def list_foreign(self) -> list[str]:
+        return []  # it looks for all of them itself
+
     def load_newest(self, worker: distributed.Worker) -> tuple[str | None, dict | None, list[str]]:
         """Return the path of the newest state file and an empty state, since Tune itself reads the file."""
         paths = self.list_newest_first() if tune.Tuner.can_restore(self.folder) else []
