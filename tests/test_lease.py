@@ -49,7 +49,9 @@ def again(run: runs.Run) -> runs.Run:
 
 
 def holder_of(run: runs.Run) -> dict:
-    return json.loads(Path(run.folder, lease.NAME).read_text())
+    while not (text := Path(run.folder, lease.NAME).read_text()):  # it is being written
+        time.sleep(0.01)
+    return json.loads(text)
 
 
 def become_a_different_host(run: runs.Run, age_s: float = 0) -> None:
@@ -156,8 +158,10 @@ def test_the_lease_is_renewed_until_it_is_lost(run, monkeypatch):
     while path.stat().st_mtime < 1e9 and time.monotonic() < deadline:
         time.sleep(0.05)
     assert path.stat().st_mtime > 1e9
+    monkeypatch.setattr(lease, "RENEW_S", 1)
+    time.sleep(0.5)  # from now on the thread has nearly a second to wait
     become_a_different_host(run, age_s=1000)
-    time.sleep(0.5)
+    time.sleep(2)
     assert holder_of(run)["host"] == "far-away" and time.time() - path.stat().st_mtime > 900
     lease.release()
     assert path.exists()  # it belongs to the other one
