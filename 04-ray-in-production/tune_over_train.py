@@ -19,6 +19,7 @@ from training import data, distributed_training, trainer
 
 import shared
 from shared import distributed, paths, runs, script
+from shared.errors import RunFailed
 from shared.on_ray import cluster, storage, workers
 
 
@@ -91,6 +92,8 @@ def main() -> None:
     for result in results:
         workers = f"  {result.metrics['world_size']} workers" if result.metrics else ""
         driver.log(tuning.describe(result) + workers)
+    if results.num_errors == len(results):
+        raise RunFailed(f"every trial failed, the first with: {tuning.last_line(results.errors[0])}")
     if results.num_terminated:
         driver.log(f"best: {tuning.describe(results.get_best_result('best_accuracy', 'max'))}")
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from shared import options, script, tasks
+from shared import distributed, options, script, tasks
 from shared.errors import RunFailed, UsageError
 from shared.on_ray import command_line
 
@@ -33,6 +33,12 @@ def test_the_defaults_are_the_contract():
     }  # fmt: skip
 
 
+def as_under_torchrun(monkeypatch, **values: str) -> None:
+    everything = dict.fromkeys(distributed.FROM_TORCHRUN, "0") | {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    for name, value in (everything | values).items():
+        monkeypatch.setenv(name, value)
+
+
 def test_every_option_is_read():
     words = (
         "--epochs 2 --max-steps 7 --save-every-steps 3 --batch-size 32 --lr 0.5 --lr-step-size 30 --seed 9 "
@@ -43,7 +49,7 @@ def test_every_option_is_read():
         "epochs": 2, "max_steps": 7, "save_every_steps": 3, "batch_size": 32, "lr": 0.5, "lr_step_size": 30,
         "seed": 9, "model": "mlp", "dataset": "mnist", "data_dir": os.path.abspath("d"),
         "precision": "fp64", "storage_path": "s",
-        "run_name": "r", "resume": True, "metrics_out": "m", "quiet": True,
+        "run_name": "r", "resume": True, "metrics_out": os.path.abspath("m"), "quiet": True,
         "preset": None, "text_file": None, "activation_checkpointing": False,
     }  # fmt: skip
 
@@ -88,6 +94,15 @@ def test_numbers_of_workers():
             command_line.elastic_workers(text)
     args = command_line.elastic_parser("", [tasks.ImageTask]).parse_args(["--num-workers", "4:6"])
     assert (args.num_workers, args.max_workers) == (4, 6)
+
+
+@pytest.mark.parametrize("number", ["2", "1"])
+def test_under_torchrun_ray_starts_no_processes_of_its_own(number, monkeypatch):
+    as_under_torchrun(monkeypatch)
+    for parser in (command_line.ray_parser, command_line.elastic_parser):
+        with pytest.raises(UsageError, match="Ray starts the processes itself: start with plain python, or give"):
+            parser("", [tasks.ImageTask]).parse_args(["--num-workers", number])
+        assert parser("", [tasks.ImageTask]).parse_args(["--num-workers", "0"]).num_workers == 0
 
 
 def test_positive_numbers():
@@ -136,7 +151,7 @@ def test_a_script_refuses_the_data_of_a_task_that_it_does_not_serve(task, datase
 @pytest.mark.parametrize(("rank", "prints"), [(None, True), ("0", True), ("1", False)])
 def test_the_manual_is_printed_by_one_rank(rank, prints, monkeypatch, capsys):
     if rank is not None:
-        monkeypatch.setenv("RANK", rank)
+        as_under_torchrun(monkeypatch, RANK=rank)
     with pytest.raises(SystemExit) as caught:
         parse("--help")
     assert caught.value.code == 0
@@ -168,7 +183,7 @@ def test_a_usage_error_is_one_line_of_one_rank_and_exit_code_2(rank, waits, monk
     waited = []
     monkeypatch.setattr(script.time, "sleep", waited.append)
     if rank is not None:
-        monkeypatch.setenv("RANK", rank)
+        as_under_torchrun(monkeypatch, RANK=rank, LOCAL_RANK=rank)
 
     def main():
         raise UsageError("global batch 130 is not divisible")
@@ -183,8 +198,7 @@ def test_a_usage_error_is_one_line_of_one_rank_and_exit_code_2(rank, waits, monk
 @pytest.mark.parametrize("local_rank", ["0", "1"])
 def test_a_node_whose_ranks_cannot_join_says_so_itself(local_rank, monkeypatch, capsys):
     monkeypatch.setattr(script.time, "sleep", lambda seconds: None)
-    monkeypatch.setenv("RANK", "8")
-    monkeypatch.setenv("LOCAL_RANK", local_rank)
+    as_under_torchrun(monkeypatch, RANK="8", LOCAL_RANK=local_rank)
 
     def main():
         raise UsageError("8 processes on a node with 7 GPUs")
@@ -287,3 +301,57 @@ def test_only_a_stop_stops_and_not_the_end_of_a_loaders_worker():
     command = [sys.executable, "-c", LOADS_WITH_WORKERS]
     result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert (result.returncode, result.stdout) == (0, "10\n10\n"), result.stderr
+
+
+# --- what an environment may hold ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("environment", "words"), [
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK is set, and LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not"),
+    ({"RANK": "0"}, "RANK is set, and LOCAL_RANK"),
+    ({"RANK": "first"}, "RANK=first is not a whole number: start with torchrun, or unset RANK"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 and no RANK: start with torchrun, or unset WORLD_SIZE"),
+    ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is not a whole number"),
+    ({"SLURM_STEP_NUM_TASKS": "4"}, r"this is one of 4 processes \(SLURM_STEP_NUM_TASKS\) .*one torchrun per node"),
+    ({"OMPI_COMM_WORLD_SIZE": "2"}, r"this is one of 2 processes \(OMPI_COMM_WORLD_SIZE\)"),
+    ({"PMI_SIZE": "2"}, r"this is one of 2 processes \(PMI_SIZE\)"),
+])  # fmt: skip
+def test_an_environment_of_half_a_group_is_refused(environment, words, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=words):
+        distributed.join()
+    assert distributed.rank_from_environment() == 0  # it speaks for itself
+
+
+@pytest.mark.parametrize(("name", "value"), [("RANK", "16"), ("LOCAL_RANK", "8"), ("MASTER_PORT", "ssh")])
+def test_a_rank_outside_of_its_group_is_refused(name, value, monkeypatch):
+    as_under_torchrun(monkeypatch, **{name: value})
+    with pytest.raises(UsageError, match=f"{name}={value} is "):
+        distributed.join()
+
+
+@pytest.mark.parametrize("environment", [
+    {}, {"WORLD_SIZE": "1"}, {"SLURM_NTASKS": "4", "SLURM_JOB_ID": "7"}, {"SLURM_STEP_NUM_TASKS": "1"},
+    {"PMI_SIZE": "1"}, {"MASTER_ADDR": "gpu-1"},
+])  # fmt: skip
+def test_a_single_process_is_one_everywhere(environment, monkeypatch):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert distributed.join().world_size == 1
+
+
+@pytest.mark.parametrize("name", ["a/b", "a#1", "why?", "50%", ".hidden", "..", ""])
+def test_what_is_no_name_of_a_run(name):
+    with pytest.raises(UsageError, match="is not the name of a run"):
+        parse("--run-name", name)
+
+
+@pytest.mark.parametrize("option", ["--metrics-out", "--data-dir", "--text-file"])
+def test_paths_of_this_machine_are_no_uris_and_know_the_home(option, monkeypatch):
+    monkeypatch.setenv("HOME", "/the/home")
+    parser = options.training_parser("", [tasks.TextTask])
+    with pytest.raises(UsageError, match="'s3://bucket/it' is a URI, and has to be a path on this machine"):
+        parser.parse_args([option, "s3://bucket/it"])
+    assert vars(parser.parse_args([option, "~/it"]))[option[2:].replace("-", "_")] == "/the/home/it"
+    assert parser.parse_args(["--storage-path", "~/runs"]).storage_path == "/the/home/runs"

@@ -176,6 +176,16 @@ def test_the_reason_is_the_exception_and_not_a_warning_behind_it():
     assert workers.reason_of(failed) == "the worker of rank 0 failed: RuntimeError: Gloo connectFullMesh failed"
 
 
+@pytest.mark.parametrize(("address", "words"), [
+    ("http://head:8265", "is Ray's dashboard, .* joins at head:6379"), ("head:8265", "is Ray's dashboard"),
+    ("https://head:8265/", "joins at head:6379"), ("ray://head:10001", "is Ray Client's, .* joins at head:6379"),
+    ("head:10001", "is Ray Client's"),
+])  # fmt: skip
+def test_an_address_that_is_not_for_a_driver_is_explained(address, words):
+    with pytest.raises(UsageError, match=words):
+        cluster.check_answers(address)
+
+
 def test_the_address_of_a_store_goes_to_all_nodes_and_credentials_stay(monkeypatch):
     sent = {}
     monkeypatch.setattr(cluster, "check_answers", lambda address: None)

@@ -239,6 +239,15 @@ def test_what_a_killed_worker_was_writing_is_deleted(tmp_path, monkeypatch):
     assert set(tmp_path.iterdir()) == others
 
 
+@pytest.mark.parametrize("foreign", ["checkpoint-00000020.pt", "experiment_state-2026-11-25_18-00-00.json"])
+def test_a_folder_with_a_run_of_a_different_kind_is_refused(foreign, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / foreign).touch()
+    args = arguments("--storage-path", str(tmp_path), "--run-name", "mine", "--resume")
+    with pytest.raises(ValueError, match=f"mine holds a run of a different kind of script .{foreign[:10]}"):
+        RayRun.from_args(args).open_or_resume(args, Worker())
+
+
 def test_the_run_folder_is_a_path_or_a_uri(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert RayRun.from_args(arguments("--run-name", "mine")).folder == str(tmp_path / "runs/mine")

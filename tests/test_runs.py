@@ -5,6 +5,7 @@ import math
 import os
 import resource
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -268,6 +269,17 @@ def test_more_epochs_are_no_other_options(args, folder, capsys):
     assert "note" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("foreign", ["checkpoint-00000020-0abc/state.pt", "experiment_state-2026-11-25_18-00-00.json"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_folder_with_a_run_of_a_different_kind_is_refused(args, folder, foreign, resume):
+    path = folder / foreign
+    path.parent.mkdir(parents=True)
+    path.touch()
+    with pytest.raises(ValueError, match=rf"{folder} holds a run of a different kind of script \({foreign[:10]}"):
+        open_or_resume(changed(args, resume=resume), folder)
+    assert [each for each in folder.rglob("*") if each.is_file()] == [path]
+
+
 # --- progress and metrics --------------------------------------------------------------------------------------------
 
 
@@ -477,3 +489,39 @@ def test_the_hint_names_what_is_saved(tmp_path):
     assert runs.Run(tmp_path).resume_hint() == "nothing was saved yet"
     path = save_step(tmp_path, 20)
     assert runs.Run(tmp_path).resume_hint() == f"{path} is saved; continue with: {runs.Run(tmp_path).resume_command()}"
+
+
+def test_a_link_stays_and_the_file_that_it_leads_to_is_replaced(tmp_path):
+    target, link = tmp_path / "elsewhere" / "m.jsonl", tmp_path / "m.jsonl"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    write_metrics(link, [{"epoch": 1}])
+    assert link.is_symlink() and target.read_text() == '{"epoch": 1}\n'
+
+
+def test_a_device_stays_one_and_gets_each_line_once(args, folder, monkeypatch):
+    controller, terminal = os.openpty()
+    device = os.ttyname(terminal)
+    options_ = changed(args, metrics_out=device)
+    open_or_resume(options_, folder)
+    for epochs in ((1,), (1, 2), (1, 2)):
+        write_metrics(device, [{"epoch": epoch} for epoch in epochs])
+    assert os.read(controller, 1000).decode().split() == ['{"epoch":', "1}", '{"epoch":', "2}"]
+    for each in (controller, terminal):
+        os.close(each)
+    before = os.stat(os.devnull).st_rdev
+    write_metrics(os.devnull, [{"epoch": 1}])
+    assert os.stat(os.devnull).st_rdev == before
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder"])
+def test_what_is_no_file_is_refused_without_opening_it(args, folder, kind, tmp_path):
+    path = tmp_path / "it"
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "socket":
+        socket.socket(socket.AF_UNIX).bind(str(path))
+    else:
+        path.mkdir()
+    with pytest.raises(ValueError, match=f"cannot write to --metrics-out: not a file: {path}"):
+        open_or_resume(changed(args, metrics_out=str(path)), folder)

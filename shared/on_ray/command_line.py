@@ -1,9 +1,12 @@
 """The options that all training scripts on Ray share."""
 
 import argparse
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from shared.distributed import FROM_TORCHRUN
+from shared.errors import UsageError
 from shared.options import Parser, checked, training_parser
 from shared.tasks import Task
 
@@ -18,7 +21,14 @@ def ray_parser(description: str, tasks: Sequence[type[Task]], **choices: Sequenc
         help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
         help="one GPU per worker (default: if there are any; say so if a cluster has yet to start them)")  # fmt: skip
+    parser.completions.append(refuse_torchrun)
     return parser
+
+
+def refuse_torchrun(options: argparse.Namespace) -> None:
+    """Raises UsageError for workers of Ray in processes that torchrun has started: each would start all of them."""
+    if options.num_workers not in (0, (0, 0)) and all(name in os.environ for name in FROM_TORCHRUN):
+        raise UsageError("Ray starts the processes itself: start with plain python, or give --num-workers 0")
 
 
 def elastic_parser(description: str, tasks: Sequence[type[Task]]) -> Parser:

@@ -257,6 +257,11 @@ def contradictions(config: Config) -> Iterator[str]:
             f"dataset.kind = {dataset.kind} and model.kind = {config.model.kind}: "
             "mlp is for synthetic data, rnn and cnn are for texts"
         )
+    if config.tuning.scheduler == "asha" and config.tuning.grace_epochs > max(config.tuning.epochs):
+        yield (
+            f"tuning.grace_epochs = {config.tuning.grace_epochs}: asha would wait longer than the longest trial trains, "
+            f"tuning.epochs = {config.tuning.epochs}"
+        )
     if fewest > most:
         yield f"cluster.num_workers = [{fewest}, {most}]: the minimum must come first"
     divisors = [size * training.accumulation_steps for size in range(fewest, most + 1)]
@@ -304,6 +309,17 @@ def parse_command_line(parser: argparse.ArgumentParser) -> tuple[argparse.Namesp
         print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
         sys.exit()
     return options, config
+
+
+def prepare_to_write(folder: str, config_dir: str, may_replace: bool) -> None:
+    """Make the folder that `write` will need. Raises ValueError if it holds a configuration that must stay, or OSError.
+
+    may_replace: a resumed search writes its result again. The configuration that it reads stays in any case.
+    """
+    existing = [name for name in SECTIONS_OF_FILE if Path(folder, name).exists()]
+    if existing and (not may_replace or Path(folder).resolve() == Path(config_dir).resolve()):
+        raise ValueError(f"--out {folder} holds a configuration already ({existing[0]}): choose a different folder")
+    Path(folder).mkdir(parents=True, exist_ok=True)
 
 
 def write(config: Config, folder: str | Path) -> None:

@@ -5,6 +5,7 @@ echo 'loop = get_running_loop()' | python -m training.predict runs/RUN
 python -m training.predict runs/RUN --test        the accuracy on the run's test set, as training reported it
 """
 
+import signal
 from collections.abc import Iterator
 
 import torch
@@ -36,18 +37,25 @@ def main() -> None:
     network = model.build(config.model, len(vocabulary.tokens) + 2, len(vocabulary.labels))
     network.to(next(iter(state["model"].values())).dtype).load_state_dict(state["model"])
     network.eval()
+    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+
+    def predict(*inputs: torch.Tensor) -> torch.Tensor:
+        """Return the logits, in the precision of the training: the accuracy is then the one that it reported."""
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            return network(*inputs).float()
+
     if args.test:
         with fail_together():
             splits = data.load(config, data.prepare(config))
             data.check_same(state, splits)
         correct = sum(
-            int((network(*inputs).argmax(dim=1) == labels).sum())
+            int((predict(*inputs).argmax(dim=1) == labels).sum())
             for *inputs, labels in rank_loader(splits.test, 256, Worker())
         )
         print(correct / len(splits.test))
         return
     for line in read_lines(args.file):
-        probabilities = torch.softmax(network(*vocabulary.encode([line.replace("\\n", "\n")]))[0], dim=0)
+        probabilities = torch.softmax(predict(*vocabulary.encode([line.replace("\\n", "\n")]))[0], dim=0)
         print(f"{vocabulary.labels[int(probabilities.argmax())]}\t{probabilities.max():.3f}\t{line.rstrip()}")
 
 
@@ -64,5 +72,6 @@ def read_lines(path: str | None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly where nobody reads on, as in `| head`
     with torch.no_grad():
         script.run_main(main)

@@ -61,9 +61,9 @@ def main() -> None:
     args = utils.run_args(config, options, num_workers=1)
     with distributed.fail_together():
         data_folder = data.prepare(config)
+        configuration.prepare_to_write(options.out, options.config_dir, may_replace=options.resume)
         search = Search.from_args(args)
         search.open_or_resume(args, driver)
-        Path(options.out).mkdir(parents=True, exist_ok=True)  # otherwise hours of work might end with an error
     logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns about trials that have not started yet
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would end only the search on Ctrl-C, and then continue
