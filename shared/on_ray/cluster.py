@@ -141,7 +141,7 @@ def require(bundles: list[dict[str, float]], num_workers: int, driver: Worker) -
     if not enough(ray.cluster_resources(), needs):
         if OWN_RAY_ENV or not grows(bundles, driver):
             raise UsageError(
-                f"{num_workers} workers need {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
+                f"{num_workers} worker{'s need' if num_workers > 1 else ' needs'} {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
                 f"fewer --num-workers{', --no-use-gpu' * bool(needs['GPU'])} or RAY_ADDRESS of a larger cluster will do"
             )
     elif not OWN_RAY_ENV and not enough(ray.available_resources(), needs):

@@ -259,7 +259,7 @@ def contradictions(config: Config) -> Iterator[str]:
         )
     if config.tuning.scheduler == "asha" and config.tuning.grace_epochs > max(config.tuning.epochs):
         yield (
-            f"tuning.grace_epochs = {config.tuning.grace_epochs}: asha would wait longer than the longest trial trains, "
+            f"tuning.grace_epochs = {config.tuning.grace_epochs}: asha would wait longer than any trial trains, "
             f"tuning.epochs = {config.tuning.epochs}"
         )
     if fewest > most:
