@@ -37,7 +37,7 @@ def save_atomically(state: dict, path: str | Path) -> Path:
     return path
 
 
-def save(state: dict, path: str | Path) -> Path:
+def save_safely(state: dict, path: str | Path) -> Path:
     """As `save_atomically`. If that fails, nothing is left of the new file. Raises OSError with the system's reason."""
     path = Path(path)
     try:

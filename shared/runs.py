@@ -144,7 +144,7 @@ class Run:
                 checkpoint.check_finite(state.get("model", {}))
                 path = checkpoint.path_for_step(self.folder, state["progress"]["step"])
                 try:
-                    checkpoint.keep_newest(checkpoint.save(state, path))
+                    checkpoint.keep_newest(checkpoint.save_safely(state, path))
                 except OSError as error:
                     raise OSError(f"{error}. {self.resume_hint()}") from error
 

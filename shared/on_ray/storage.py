@@ -286,7 +286,7 @@ def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], No
             parts = gather_objects(checksums)
             state = {**state, "files": {name: entry for part in parts for name, entry in part.items()}}
         if worker.rank == 0:
-            checkpoint.save(state, Path(folder) / STATE_FILE)
+            checkpoint.save_safely(state, Path(folder) / STATE_FILE)
         # A resumed run may come to the same step again: the name must still be new.
         name = f"checkpoint-{state['progress']['step']:08d}-{uuid.uuid4().hex[:8]}"
         reported = ray.train.Checkpoint.from_directory(folder) if worker.rank == 0 or write is not None else None

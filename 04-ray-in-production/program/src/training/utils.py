@@ -53,7 +53,7 @@ def store_in(run: Run, config: Config) -> Callable[[dict, dict], None]:
     def store(state: dict, metrics: dict) -> None:
         with fail_together():
             lease.check(run)
-            newest = checkpoint.save(state, checkpoint.path_for_step(run.folder, metrics["step"]))
+            newest = checkpoint.save_safely(state, checkpoint.path_for_step(run.folder, metrics["step"]))
         lines = state["progress"]["metrics"]
         scores = {checkpoint.path_for_step(run.folder, line["step"]): line["val_accuracy"] for line in lines}
         ranked = [path for path in run.list_newest_first() if path <= newest]
