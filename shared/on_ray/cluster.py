@@ -140,9 +140,10 @@ def require(bundles: list[dict[str, float]], num_workers: int, driver: Worker) -
     needs = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
     if not enough(ray.cluster_resources(), needs):
         if OWN_RAY_ENV or not grows(bundles, driver):
+            workers = f"{num_workers} workers need" if num_workers > 1 else "1 worker needs"
             raise UsageError(
-                f"{num_workers} worker{'s need' if num_workers > 1 else ' needs'} {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: "
-                f"fewer --num-workers{', --no-use-gpu' * bool(needs['GPU'])} or RAY_ADDRESS of a larger cluster will do"
+                f"{workers} {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: fewer --num-workers"
+                f"{', --no-use-gpu' * bool(needs['GPU'])} or RAY_ADDRESS of a larger cluster will do"
             )
     elif not OWN_RAY_ENV and not enough(ray.available_resources(), needs):
         driver.log(f"others are using the cluster; waiting for {in_words(needs)}")
