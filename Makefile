@@ -66,8 +66,8 @@ new-venv:
 
 .venv/installed-dev: .venv/installed requirements-dev.txt tests/s3.txt
 	$(UV) -r requirements-dev.txt || $(PIP) -r requirements-dev.txt
-	$(BIN)/python -m venv --clear .venv/s3
-	$(subst $(BIN)/python,.venv/s3/bin/python,$(UV)) -r tests/s3.txt || $(subst $(BIN)/python,.venv/s3/bin/python,$(PIP)) -r tests/s3.txt
+	{ $(BIN)/python -m venv --clear .venv/s3 && $(subst $(BIN)/python,.venv/s3/bin/python,$(UV)) -r tests/s3.txt; } || \
+		{ rm -rf .venv/s3; echo "tests/s3.txt cannot be installed: tests that need a server for S3 are skipped"; }
 	touch $@
 
 # --allow-root: in a container or a cloud's workspace the user often is root, and Jupyter would not start.

@@ -161,9 +161,7 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(
-    run: storage.RayRun, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict
-) -> None:
+def save(run: storage.RayRun, worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
     """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
     run.report(state, metrics, worker)

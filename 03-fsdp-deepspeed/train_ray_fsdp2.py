@@ -164,9 +164,7 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
     return {"val_loss": loss / samples, "val_accuracy": correct / samples}
 
 
-def save(
-    run: storage.RayRun, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress, metrics: dict
-) -> None:
+def save(run: storage.RayRun, worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
     """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
     # No random state: nothing here draws numbers. With dropout, add checkpoint.random_state(), as in chapter 1.
     state = {"scheduler": scheduler.state_dict(), "progress": progress.state_dict()}

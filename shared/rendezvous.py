@@ -13,16 +13,22 @@ import psutil
 import torch.distributed as dist
 
 
+given_ports: set[int] = set()
+
+
 def free_port() -> int:
     """A TCP port where nobody listens, for a process that binds it some seconds later.
 
     It is below the ports that Linux hands out to processes that ask for any port: one of those is free now, and a
-    moment later another process may hold it for a connection. And it is above the ports of Ray's workers.
+    moment later another process may hold it for a connection. And it is above the ports of Ray's workers. A process is
+    given each port once.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 29_000)  # the one generator that nobody seeds
         with suppress(OSError), socket.create_server(("", port)):
-            return port
+            if port not in given_ports:
+                given_ports.add(port)
+                return port
 
 
 def choose_gloo_interface(address: str) -> None:

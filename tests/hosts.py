@@ -10,6 +10,7 @@ import secrets
 import shlex
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,16 +25,13 @@ def why_not() -> str | None:
     """Why there can be no such hosts on this machine; None if there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "isolated hosts need root on Linux"
-    name = f"b{secrets.token_hex(4)}"
-    for command in (
-        ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "true"],
-        ["ip", "link", "add", name, "type", "bridge"],
-        ["ip", "link", "del", name],
-    ):
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=LIMIT)
-        except (OSError, subprocess.CalledProcessError) as error:
-            return f"{shlex.join(command[:4])}: {getattr(error, 'stderr', None) or error}".strip()
+    try:
+        with tempfile.TemporaryDirectory() as folder, hosts(1, Path(folder)) as (_, (host,)):
+            process = host.start([sys.executable, "-c", "import shared"], Path(folder, "output"))
+            if process.wait(LIMIT) != 0:
+                return f"a host cannot import what this machine can: {Path(folder, 'output').read_text()}"
+    except (OSError, ValueError, AssertionError, subprocess.SubprocessError) as error:
+        return f"no isolated host can be made here: {error}"
     return None
 
 

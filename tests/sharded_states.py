@@ -86,7 +86,7 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
 def build_engine(stage: int, load_universal: bool, seed: int, worker: distributed.Worker):
     parser = command_line.ray_parser("", train_ray_deepspeed.TASKS)
     parser.set_defaults(ds_config=CHAPTER / "ds_config.json", zero_stage=stage, offload=False)
-    args = parser.parse_args(["--batch-size", str(BATCH), "--seed", str(seed)])
+    args = parser.parse_args(["--num-workers", "0", "--batch-size", str(BATCH), "--seed", str(seed)])
     settings = zero.read_settings(args, worker.world_size)
     if load_universal:
         settings["checkpoint"] = {"load_universal": True}

@@ -50,7 +50,8 @@ def store(three_hosts, tmp_path_factory):
     """The address of a store that speaks S3, with one bucket."""
     port, output = free_port(), tmp_path_factory.mktemp("store") / "output"
     python = Path(sys.prefix, "s3/bin/python")
-    assert python.exists(), "make .venv/installed-dev"
+    if not python.exists():
+        pytest.skip("make could not install tests/s3.txt: there is no server that speaks S3")
     with open(output, "w") as file:
         command = [python, "-m", "moto.server", "-H", three_hosts[0], "-p", str(port)]
         server = subprocess.Popen(command, stdout=file, stderr=file)
