@@ -12,7 +12,6 @@ from functools import partial
 import psutil
 import torch.distributed as dist
 
-
 given_ports: set[int] = set()
 
 
