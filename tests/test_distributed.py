@@ -53,9 +53,18 @@ def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):
     taken = rendezvous.free_port()
     with socket.create_server(("", taken)):
         other = rendezvous.free_port()
+        monkeypatch.setattr(rendezvous, "given_ports", set())
         drawn = iter([taken, taken, other])
         monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(drawn))
         assert rendezvous.free_port() == other
+
+
+def test_a_process_is_given_each_port_once(monkeypatch):
+    first, other = rendezvous.free_port(), rendezvous.free_port()
+    monkeypatch.setattr(rendezvous, "given_ports", {first})
+    drawn = iter([first, other])
+    monkeypatch.setattr(random.SystemRandom, "randrange", lambda *_: next(drawn))
+    assert rendezvous.free_port() == other
 
 
 LEAVES = """
