@@ -62,7 +62,7 @@ def main() -> None:
     if dist.is_initialized():
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        # A resumed run shall add up gradients in the same order, to the last bit. Your own loop can do without.
+        # So that a resumed run adds gradients in the same order, to the last bit. Your own loop can do without.
         inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)

@@ -93,7 +93,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # [5] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
-        # A resumed run shall add up gradients in the same order, to the last bit. Your own loop can do without.
+        # So that a resumed run adds gradients in the same order, to the last bit. Your own loop can do without.
         inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)

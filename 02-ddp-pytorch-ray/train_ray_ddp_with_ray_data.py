@@ -118,7 +118,7 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
     # [6] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
     if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
-        # A resumed run shall add up gradients in the same order, to the last bit. Your own loop can do without.
+        # So that a resumed run adds gradients in the same order, to the last bit. Your own loop can do without.
         inputs, targets = task.to_device([torch.empty(0, *images.image_shape), torch.empty(0, dtype=torch.long)])
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     if not resumed:  # a run that is killed in its first epoch starts again from the same weights

@@ -84,7 +84,7 @@ def first_not_finite(weights: dict[str, torch.Tensor]) -> str | None:
 
 
 def check_finite(weights: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError if weights that are about to be saved are not finite: a good checkpoint would make room."""
+    """Raises ValueError if weights are not finite: saving them would push out a good checkpoint."""
     if name := first_not_finite(weights):
         raise ValueError(f"diverged: {name} is not finite (not saved): start a new run with a smaller --lr")
 

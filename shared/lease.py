@@ -50,7 +50,7 @@ class Lease:
         """Write the file again every RENEW_S seconds, unless a different process has taken over."""
         while not self.ended.wait(RENEW_S):
             with contextlib.suppress(Exception):  # storage that is away may be back the next time
-                if not is_lost(self.run):
+                if not taken_over_by(self.run):
                     self.run.write_file(NAME, self.text)
 
 
@@ -113,8 +113,7 @@ def acquire(run: Run, worker: Worker) -> None:
         holder, renewed = entry
         if holder.get("token") == run.token:
             break
-        process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-        in_use = f"{run.folder} is being written by {process}: stop it first, or choose a new --run-name"
+        in_use = f"{run.folder} is being written by {describe(holder)}: stop it first, or choose a new --run-name"
         if is_visible(holder):
             if holder["pid"] == os.getpid() or not is_running(holder):
                 break
@@ -126,7 +125,9 @@ def acquire(run: Run, worker: Worker) -> None:
             break
         if first_seen is None:
             first_seen = renewed
-            worker.log(f"waiting {EXPIRY_S - age:.0f} s at most for a sign of the run's last writer: {process}")
+            worker.log(
+                f"waiting {EXPIRY_S - age:.0f} s at most for a sign of the run's last writer: {describe(holder)}"
+            )
         time.sleep(2)
     lease = Lease(run)
     # A different process may have come at the same moment: the last one has the lease.
@@ -145,21 +146,23 @@ def store_time(run: Run) -> float:
     return now
 
 
-def is_lost(run: Run) -> bool:
-    """Whether a different process has taken over a run whose lease was acquired, or has even finished with it."""
+def taken_over_by(run: Run) -> str | None:
+    """Who has taken over a run whose lease was acquired; None if nobody has."""
     entry = read_holder(run)
-    return run.is_leased if entry is None else entry[0].get("token", run.token) != run.token
+    if entry is None:
+        return "a different process, which has finished" if run.is_leased else None
+    return None if entry[0].get("token", run.token) == run.token else describe(entry[0])
+
+
+def describe(holder: dict) -> str:
+    """The holder in words."""
+    return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
 def check(run: Run) -> None:
     """Raises ValueError if a different process has taken over the run. Call it before each save."""
-    entry = read_holder(run)
-    if entry is None and run.is_leased:
-        raise ValueError(f"not saved: {run.folder} has been taken over by a different process, which has finished")
-    if entry is not None and entry[0].get("token", run.token) != run.token:
-        holder = entry[0]
-        process = f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
-        raise ValueError(f"not saved: {run.folder} has been taken over by {process}")
+    if other := taken_over_by(run):
+        raise ValueError(f"not saved: {run.folder} has been taken over by {other}")
 
 
 def release() -> None:

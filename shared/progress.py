@@ -20,7 +20,7 @@ from shared.errors import UsageError
 from shared.sampling import even_batches, global_batch_counts
 
 LINE_EVERY_S = 5
-written_to_device: dict[Path, int] = {}  # how many lines, by the device's path
+written_to_devices: set[tuple[Path, str]] = set()  # (the device, a line)
 
 
 class Progress:
@@ -49,7 +49,7 @@ class Progress:
         before = state.get("num_samples", self.num_samples)  # checkpoints of earlier versions have no such number
         seed, now = state["options"].get("seed"), self.options.get("seed")
         if state["position"] > 0 and seed != now:
-            raise UsageError(f"the epoch began with --seed {seed}, and goes on with it: --seed {now} has another order")
+            raise UsageError(f"the epoch began with --seed {seed}; --seed {now} deals its samples in a different order")
         if state["position"] > 0 and before != self.num_samples:
             raise UsageError(f"the epoch began with {before} training samples, and now there are {self.num_samples}")
         vars(self).update({name: state[name] for name in self.saved})
@@ -196,8 +196,8 @@ def write_metrics(path: str | Path | None, lines: list[dict]) -> None:
     path = Path(path).resolve()
     text = [json.dumps(line) + "\n" for line in lines]
     if path.is_char_device():
-        path.write_text("".join(text[written_to_device.get(path, 0) :]))
-        written_to_device[path] = len(text)
+        path.write_text("".join(line for line in text if (path, line) not in written_to_devices))
+        written_to_devices.update((path, line) for line in text)
         return
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(text))

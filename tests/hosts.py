@@ -102,7 +102,9 @@ def hosts(number: int, folder: Path) -> Iterator[tuple[str, list[Host]]]:
                               f"{{ mkdir -p {where} && mount --rbind /mnt/{slot} {where}; }}")  # fmt: skip
             script += [f"hostname {name}", "ip link set lo up", "echo ready", "exec sleep infinity"]
             spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
-            process = subprocess.Popen(["unshare", *spaces, "sh", "-ec", "\n".join(script)], stdout=subprocess.PIPE)
+            # If this process is killed, its hosts end with it.
+            tied = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces]
+            process = subprocess.Popen([*tied, "sh", "-ec", "\n".join(script)], stdout=subprocess.PIPE)
             first_processes.append(process)
             assert process.stdout.readline() == b"ready\n"
             (inner,) = psutil.Process(process.pid).children()

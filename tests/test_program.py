@@ -21,7 +21,7 @@ from program import EXACT, PROGRAM, SMALL, begin, losses, options, result, run
 from ray.train import ScalingConfig
 from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
-from training import data, distributed_training, predict, trainer, utils
+from training import data, distributed_training, model, predict, trainer, utils
 
 from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
@@ -124,6 +124,30 @@ def here(folder: Path, *changes: str, state: dict | None = None) -> dict:
 @pytest.fixture(scope="module")
 def exact(tmp_path_factory) -> list[float]:
     return losses(here(tmp_path_factory.mktemp("exact"), *EXACT, "training.epochs=1"))
+
+
+def test_predictions_are_made_in_the_precision_of_the_training(tmp_path, monkeypatch, capsys):
+    trained = here(tmp_path, "training.precision=bf16", "training.epochs=1")
+    seen, build = [], model.build
+
+    def build_and_watch(*sizes: object) -> torch.nn.Module:
+        network = build(*sizes)
+        network.register_forward_pre_hook(lambda *_: seen.append(torch.is_autocast_enabled("cpu")))
+        return network
+
+    monkeypatch.setattr(model, "build", build_and_watch)
+    monkeypatch.setattr(sys, "argv", ["predict.py", str(tmp_path / "runs/here"), "--test"])
+    capsys.readouterr()
+    with torch.no_grad():
+        predict.main()
+    assert float(capsys.readouterr().out) == trained["test_accuracy"] and seen and all(seen)
+
+    # Nobody reads on: no traceback.
+    (tmp_path / "lines").write_text("import asyncio\n" * 5000)
+    command = f"{sys.executable} -m training.predict {tmp_path}/runs/here {tmp_path}/lines | head -n 1"
+    source = {**os.environ, "PYTHONPATH": f"{ROOT}:{PROGRAM}/src"}
+    done = subprocess.run(["sh", "-c", command], env=source, capture_output=True, text=True, timeout=LIMIT)
+    assert done.stdout.count("\n") == 1 and done.stderr == ""
 
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path):

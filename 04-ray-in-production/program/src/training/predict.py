@@ -37,12 +37,11 @@ def main() -> None:
     network = model.build(config.model, len(vocabulary.tokens) + 2, len(vocabulary.labels))
     network.to(next(iter(state["model"].values())).dtype).load_state_dict(state["model"])
     network.eval()
-    precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
 
     def predict(*inputs: torch.Tensor) -> torch.Tensor:
-        """Return the logits, in the precision of the training: the accuracy is then the one that it reported."""
-        with torch.autocast("cpu", precision, enabled=precision is not None):
-            return network(*inputs).float()
+        """Return the logits, computed in the precision of the training."""
+        with utils.autocast(config, torch.device("cpu")):
+            return network(*inputs)
 
     if args.test:
         with fail_together():

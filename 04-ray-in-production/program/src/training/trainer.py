@@ -198,8 +198,7 @@ class Trainer:
         if num_samples == 0:
             inputs = [tensor.new_ones(1, *tensor.shape[1:]) for tensor in inputs]
         inputs = [tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
-        precision = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.config.training.precision)
-        with torch.autocast(self.worker.device.type, precision, enabled=precision is not None):
+        with utils.autocast(self.config, self.worker.device):
             return network(*inputs)[:num_samples].to(self.dtype)
 
     def log_steps(self, totals: list[torch.Tensor], counts: list[int], seconds: float) -> None:

@@ -7,11 +7,19 @@ from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from shared import checkpoint, lease, progress
 from shared.distributed import Worker, fail_together
 from shared.on_ray.storage import RayRun
 from shared.runs import Run
 from training.config import Config
+
+
+def autocast(config: Config, device: torch.device) -> torch.autocast:
+    """Return the context of a forward pass in the precision of the training."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+    return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
 class Log:
