@@ -15,32 +15,40 @@ def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet: replace `raise NotImplementedError`", capsys)
 
 
-# --- 1.1a: the mean loss over all samples ----------------------------------------------------------------------------
+# --- 1.1a: a resume that lacks something -----------------------------------------------------------------------------
 
-RIGHT_1_1a = [
-    lambda means, sizes: sum(mean * size for mean, size in zip(means, sizes, strict=True)) / sum(sizes),
-    lambda means, sizes: torch.tensor(means).mul(torch.tensor(sizes)).sum() / sum(sizes),
-]
+
+def restored(*names: str, more: int = 0) -> Callable:
+    """An answer that restores the parts in `names`, and returns the number of finished epochs plus `more`."""
+
+    def resume(state, model, optimizer, scheduler):
+        parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        for name in names:
+            torch.set_rng_state(state["random"]) if name == "random" else parts[name].load_state_dict(state[name])
+        return state["epochs_done"] + more
+
+    return resume
+
+
 WRONG_1_1a = {
-    "a mean of means": (
-        lambda means, sizes: sum(means) / len(means),
-        "is 2, expected 1.14493. Each batch's mean stands",
+    "the colleague's": (restored("model", more=1), "the next epoch should be 1, since only epoch 0 is done"),
+    "nothing returned": (lambda *arguments: None, "resume() returned None"),
+    "weights alone": (restored("model"), "no loss is right: step 1"),
+    "dropout's generator forgotten": (
+        restored("model", "optimizer", "scheduler"),
+        "on what dropout draws: is one of them not restored?",
     ),
-    "a sum": (lambda means, sizes: sum(m * n for m, n in zip(means, sizes, strict=True)), "is 16, expected 2"),
-    "divided by batches": (
-        lambda means, sizes: sum(m * n for m, n in zip(means, sizes, strict=True)) / len(sizes),
-        "is 8, expected 2. Each batch's mean stands for as many samples as the batch holds: weight it by them, and",
+    "weights forgotten": (restored("optimizer", "scheduler", "random"), "It depends on the weights"),
+    "optimizer forgotten": (
+        restored("model", "scheduler", "random"),
+        "1 of 4 losses are right, then they differ: step 2 should have",
     ),
-    "nothing returned": (lambda means, sizes: None, "should be a number, and is None"),
-    "a list": (lambda means, sizes: means, "should be a number, and is [1.0, 3.0]"),
-    "an error": (lambda means, sizes: means["a"], "your code raised TypeError: list indices must be integers"),
-    "not a number": (lambda means, sizes: float("nan"), "is nan, expected 2"),
+    "schedule forgotten": (restored("model", "optimizer", "random"), "which epoch does the schedule count?"),
 }
 
 
-@pytest.mark.parametrize("answer", RIGHT_1_1a)
-def test_1_1a_accepts(answer, capsys):
-    assert_accepts(checks.exercise_1_1a, answer, capsys)
+def test_1_1a_accepts(capsys):
+    assert_accepts(checks.exercise_1_1a, restored("model", "optimizer", "scheduler", "random"), capsys)
 
 
 @pytest.mark.parametrize("what", WRONG_1_1a)

@@ -524,6 +524,6 @@ def test_what_lessons_teach_and_shared_holds():
         for name, node in {**rules.definitions(cell.python), **rules.definitions(cell.script)}.items()
         if name in rules.shared_definitions() and not rules.raises_not_implemented(node)
     }
-    assert taught == {"save_atomically", "global_sum", "even_batches"}
+    assert taught == {"global_sum", "even_batches"}
     modules = {module for found in rules.shared_definitions().values() for module in found}
     assert {"sampling.py", "cluster.py", "storage.py", "workers.py"} <= modules

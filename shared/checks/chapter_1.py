@@ -21,18 +21,49 @@ from shared.checks.machinery import Wrong, exercise, expect_close, run_script
 # --- Lesson 1.1: one process ---------------------------------------------------------------------------------------
 
 
-@exercise("1.1a", "a mean over samples, not a mean of means.")
-def exercise_1_1a(mean_loss: Callable[[list[float], list[int]], float]) -> None:
-    """mean_loss(batch_means, batch_sizes) -> the mean loss over all samples."""
-    hint = (
-        "Each batch's mean stands for as many samples as the batch holds: weight it by them, "
-        "and divide once, by the number of all samples."
-    )
-    expect_close(mean_loss([1.0, 3.0], [4, 4]), 2.0, "the mean of two batches of 4 with means 1 and 3", hint=hint)
-    expect_close(
-        mean_loss([1.0, 3.0], [64, 5]), 79 / 69, "the mean of batches of 64 and 5 with means 1 and 3", hint=hint
-    )
-    expect_close(mean_loss([0.5, 2.0, 7.0], [10, 20, 0]), 1.5, "the mean where one batch is empty", hint=hint)
+@exercise("1.1a", "the run continues as if nothing had happened.")
+def exercise_1_1a(resume: Callable) -> None:
+    """resume(state, model, optimizer, scheduler) restores all three, and returns the number of the next epoch."""
+    torch.manual_seed(0)
+    images, labels = torch.randn(32, 1, 8, 8), torch.randint(0, 10, (32,))
+
+    def build():
+        model = models.MLP(input_dim=64, hidden_dim=32, dropout=0.5)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+
+    def train(model, optimizer, scheduler, epoch):
+        losses = []
+        for batch in torch.randperm(32, generator=torch.Generator().manual_seed(epoch)).split(16):
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        scheduler.step()
+        return losses
+
+    run = build()
+    train(*run, epoch=0)
+    names = ("model", "optimizer", "scheduler")
+    saved = {name: copy.deepcopy(part.state_dict()) for name, part in zip(names, run, strict=True)}
+    state = {**saved, "random": torch.get_rng_state(), "epochs_done": 1}
+    expected = train(*run, epoch=1) + train(*run, epoch=2)
+
+    run = build()
+    epoch = resume(copy.deepcopy(state), *run)
+    if epoch != 1:
+        raise Wrong(f"the next epoch should be 1, since only epoch 0 is done; resume() returned {epoch!r}")
+    seen = train(*run, epoch=1) + train(*run, epoch=2)
+    for step, (right, loss) in enumerate(zip(expected, seen, strict=True), start=1):
+        if not math.isclose(right, loss, rel_tol=1e-6):
+            equal = "no loss is right" if step == 1 else f"{step - 1} of {len(seen)} losses are right, then they differ"
+            cause = (
+                "It depends on the weights and on what dropout draws: is one of them not restored?" if step == 1
+                else "The step before it moved the weights differently: what does Adam remember?" if step == 2
+                else "The step before it had a different learning rate: which epoch does the schedule count?"
+            )  # fmt: skip
+            raise Wrong(f"{equal}: step {step} should have {right:.4f} and has {loss:.4f}. {cause}")
 
 
 @exercise("1.1b", "parts of a batch, added up, are the batch: the idea that all data parallelism rests on.")
