@@ -1,8 +1,10 @@
 """The exercise checks of chapter 2: the same training on Ray."""
 
 import contextlib
+import json
 import math
 import pickle
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from shared import models, sampling
-from shared.checks.machinery import Wrong, exercise, expect_close
+from shared.checks.machinery import Wrong, exercise, expect_close, expect_success, run_command, run_script
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
 
@@ -368,3 +370,42 @@ class Intruder:
 
     def __reduce__(self) -> tuple:
         return open, (self.path, "w")
+
+
+# --- Lesson 2.5: port a script ---------------------------------------------------------------------------------------
+
+
+@exercise("2.5a", "a worker died, Ray replaced it, and the losses are those of an undisturbed run.")
+def exercise_2_5a(script: str | Path) -> None:
+    """A port of ddp.py, next to it, to Ray Train: it survives the crash and leaves the same metrics.json."""
+    if re.search(r"^raise NotImplementedError", Path(script).read_text(), flags=re.MULTILINE):
+        raise NotImplementedError
+    with tempfile.TemporaryDirectory() as ddp, tempfile.TemporaryDirectory() as ported:
+        # How often Ray looks for reports: so it has noted the last one when the worker dies.
+        often = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1", "RAY_ADDRESS": "local"}
+        exit_code, errors = run_command([str(script), ported], timeout=400, **often)
+        epochs = Path(ported, "epochs.txt").read_text().split() if Path(ported, "epochs.txt").exists() else []
+        crashed = Path(ported, "crashed").exists()
+        if exit_code != 0 and crashed and len(epochs) <= 3:
+            raise Wrong("a worker died in epoch 2, and the run ended: how many failures does your RunConfig permit?")
+        expect_success(exit_code, errors)
+        if not crashed:
+            raise Wrong("no worker died: are there two, and does each call begin_epoch with its rank in every epoch?")
+        if epochs != ["0", "1", "2", "2", "3"]:
+            cause = "Call report() after every epoch, and begin the loop with the first epoch that is not done."
+            if epochs.count("0") > 1:
+                cause = "The second attempt started from scratch: what did you report, and do you read it again?"
+            raise Wrong(f"rank 0 began the epochs {', '.join(epochs)}; expected 0, 1, 2, 2, 3. {cause}")
+        if not Path(ported, "metrics.json").exists():
+            raise Wrong("there is no metrics.json. A worker runs in a folder of its own: give it an absolute path")
+        seen = json.loads(Path(ported, "metrics.json").read_text())["losses"]
+        Path(ddp, "crashed").touch()  # the original is not disturbed
+        run_script(Path(script).with_name("ddp.py"), 2, ddp)
+        expected = json.loads(Path(ddp, "metrics.json").read_text())["losses"]
+    if len(seen) != len(expected):
+        raise Wrong(f"{len(seen)} losses, expected {len(expected)}: what the first attempt measured is to be kept too")
+    for epoch, pair in enumerate(zip(seen, expected, strict=True)):
+        hint = "Do both workers together train on the samples of ddp.py, from the same first weights?"
+        if epoch >= 2:
+            hint = "It is after the restart: what else than the weights decides where a step goes?"
+        expect_close(*pair, f"the loss of epoch {epoch}", tolerance=1e-9, hint=hint)

@@ -64,28 +64,34 @@ def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 240) -
     """
     if Path(path).is_file() and re.search(r"^raise NotImplementedError", Path(path).read_text(), flags=re.MULTILINE):
         raise NotImplementedError  # the stub as it was given: no need to start it
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     with tempfile.TemporaryDirectory() as logs:
         # Each rank prints into a file of its own: in a common one their lines would run into each other.
         options = ["--standalone", "--nproc-per-node", str(nproc), "--redirects", "1", "--log-dir", logs]
-        process = subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *options, str(path), *args],
-            stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-        )  # fmt: skip
-        try:
-            errors = process.communicate(timeout=timeout)[1]
-        except BaseException as error:  # Ctrl-C too must leave nothing running
-            # torchrun gives each rank a session of its own, so we look for its children rather than kill its group.
-            for one in (*psutil.Process(process.pid).children(recursive=True), process):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
-            process.wait()
-            if not isinstance(error, subprocess.TimeoutExpired):
-                raise
-            raise Wrong(f"it hangs: no end after {timeout:.0f} s. Does every rank reach every collective?") from None
-        output = [log.read_text() for log in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
-    expect_success(process.returncode, errors)
-    return output
+        expect_success(*run_command(["-m", "torch.distributed.run", *options, str(path), *args], timeout))
+        return [log.read_text() for log in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
+
+
+def run_command(words: list[str], timeout: float = 240, **variables: str) -> tuple[int, str]:
+    """Run Python with `words` on CPUs, and return its exit code and what it wrote to stderr. Raises Wrong for a hang.
+
+    variables: of the environment, in addition.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+    process = subprocess.Popen(
+        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        errors = process.communicate(timeout=timeout)[1]
+    except BaseException as error:  # Ctrl-C too must leave nothing running
+        # torchrun gives each rank a session of its own, so we look for its children rather than kill its group.
+        for one in (*psutil.Process(process.pid).children(recursive=True), process):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        raise Wrong(f"it hangs: no end after {timeout:.0f} s. Does every rank reach every collective?") from None
+    return process.returncode, errors
 
 
 def expect_success(exit_code: int, errors: str) -> None:
