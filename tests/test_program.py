@@ -22,7 +22,7 @@ from program import EXACT, PROGRAM, SMALL, begin, losses, options, result, run
 from ray.train import ScalingConfig
 from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
-from training import data, distributed_training, model, predict, trainer, utils
+from training import data, distributed_training, local_training, model, predict, trainer, utils
 
 from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
@@ -366,20 +366,14 @@ def test_rows_and_labels_are_counted_before_training(tmp_path, capsys):
     assert data.prepare(configuration.load(PROGRAM / "config", ["dataset.kind=synthetic", "model.kind=mlp"])) == ""
 
 
-def test_local_training_says_what_it_trains_on(program, tmp_path):
+def test_a_row_that_cannot_be_used_is_found_before_anything_starts(tmp_path, monkeypatch):
     (tmp_path / "films.csv").write_text(LABELLED + "good, really,pos\n")
-    said = run(
-        program,
-        tmp_path,
-        "local_training",
-        *options(program, "run", "dataset.kind=file", "dataset.file=films.csv"),
-        code=2,
-    )
-    assert (
-        said.startswith("local_training.py: error: dataset.file = films.csv: line 32 has 3 fields")
-        and said.count("\n") == 1
-    )
-    assert not (tmp_path / "runs").exists()
+    arguments = options(PROGRAM, "run", "dataset.kind=file", "dataset.file=films.csv")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["local_training.py", *arguments])
+    with pytest.raises(UsageError, match=r"^dataset.file = films.csv: line 32 has 3 fields"):
+        local_training.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["films.csv"]
 
 
 def films(path: Path, number: int) -> tuple[str, ...]:
