@@ -9,8 +9,12 @@ import re
 import uuid
 import warnings
 import zlib
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
@@ -24,7 +28,7 @@ import ray.train
 from PIL import Image, ImageOps
 from pyarrow import fs
 from ray.data.datasource import PathPartitionFilter  # with ray.data comes a type that Parquet written by Ray may hold
-from ray.exceptions import UserCodeException
+from ray.exceptions import RayTaskError
 
 # Each process of Ray Data's tasks imports this file: torch, which takes seconds, is not needed there.
 if TYPE_CHECKING:
@@ -75,7 +79,8 @@ class ImageSet:
     def read(self, image: object, path: str) -> np.ndarray:
         """One image of the file `path`, by `pixels`."""
         try:
-            array = pixels(image, self.image_size, like=self.image_shape)
+            # The built-in data set of noise has no bounds.
+            array = pixels(image, self.image_size, like=self.image_shape, bounded=not self.has_ids)
         except Exception as error:  # Pillow meets a damaged file with whatever its bytes lead to
             raise ValueError(f"cannot use an image of {path}: {error}") from error
         if array.shape != self.image_shape:
@@ -84,6 +89,26 @@ class ImageSet:
                 f"{self.image_shape}: --image-size resizes pictures, but not arrays"
             )
         return array
+
+    def explain(self, error: Exception, search: bool = True) -> Exception:
+        """The error to raise for one that Ray Data has raised: in one line, and with the name of a damaged file.
+
+        A ValueError if the data are to blame, an OSError if they are out of reach. search: Ray Data does not name the
+        Parquet file that it could not read, so read all of them until one cannot be decoded.
+        """
+        if messages := re.findall(r"^ValueError: (.*)$", str(error), re.MULTILINE):  # raised by `__call__`
+            return ValueError(messages[-1])
+        if isinstance(error, RayTaskError) and search and not self.pictures:
+            try:
+                if damaged := find_damaged(self.path):
+                    remedy = f"delete {self.path}" if self.has_ids else "copy it or write it again"
+                    return ValueError(f"{damaged}: {remedy}")
+            except OSError as away:
+                error = away
+        if isinstance(error, (OSError, ValueError)):
+            kind = OSError if isinstance(error, OSError) else ValueError
+            return kind(f"cannot read {self.path}: {str(getattr(error, 'cause', error)).splitlines()[0]}")
+        return error
 
 
 class EverySample(ray.train.DataConfig):
@@ -109,7 +134,7 @@ class Stream:
         import torch
 
         warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to a batch
-        self.batches, self.error = iter(batches), None
+        self.batches, self.images, self.error = iter(batches), images, None
         self.seen = torch.zeros(images.num_samples, device=device) if images.has_ids else None  # how often each was
         self.empty = torch.empty(0, *images.image_shape, device=device), torch.empty(0, dtype=torch.long, device=device)
 
@@ -119,7 +144,7 @@ class Stream:
     def __next__(self) -> "tuple[torch.Tensor, torch.Tensor]":
         try:
             batch = next(self.batches)
-        except (UserCodeException, ValueError) as error:  # raised in another process, by a function of `map_batches`
+        except (RayTaskError, ValueError) as error:  # raised in another process: an image or a file cannot be used
             self.error = error
             raise StopIteration from None
         if self.seen is not None:
@@ -127,10 +152,11 @@ class Stream:
         return batch["image"], batch["label"]
 
     def check(self) -> None:
-        """Raises ValueError if the stream has broken."""
+        """Raises ValueError if the stream has broken, or OSError if the files are out of reach."""
         if self.error is not None:
-            messages = re.findall(r"^ValueError: (.*)$", str(self.error), re.MULTILINE)
-            raise ValueError(messages[-1]) if messages else self.error
+            import torch.distributed as dist
+
+            raise self.images.explain(self.error, search=not dist.is_initialized() or dist.get_rank() == 0)
 
 
 def find(dataset: str, data_dir: str, image_size: int | None) -> "Splits | dict[str, ImageSet]":
@@ -168,7 +194,10 @@ def read(images: ImageSet, seed: int, num_blocks: int) -> ray.data.Dataset:
     else:
         columns = ["image", "label", *(["id"] if images.has_ids else [])]
         blocks = num_blocks if images.has_ids else None
-        rows = ray.data.read_parquet(images.path, columns=columns, override_num_blocks=blocks, **options)
+        try:
+            rows = ray.data.read_parquet(images.path, columns=columns, override_num_blocks=blocks, **options)
+        except RayTaskError as error:  # it reads the beginning of some files
+            raise images.explain(error) from error
     # Pictures may be many times larger once they are pixels: a few at a time, in place of a block.
     return rows.map_batches(images, batch_size=None if images.has_ids else 64)
 
@@ -227,13 +256,9 @@ def inspect_dataset(uri: str, image_size: int | None = None) -> dict[str, ImageS
 def inspect_folder(folder: str, image_size: int | None, like: tuple[int, int, int] | None = None) -> ImageSet:
     """The set in one folder. like: the shape of images of the other one."""
     try:
-        files, root = fs.FileSystem.from_uri(folder)
-        found = files.get_file_info(fs.FileSelector(root, recursive=True))
+        files, root, names = list_files(folder)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot read {folder} ({str(error).splitlines()[0]}); {WANTED}") from error
-    paths = Visible()(each.path for each in found if each.is_file)
-    names = sorted(PurePosixPath(path).relative_to(root) for path in paths)
-    names = [name for name in names if not name.parts[0].startswith(HIDDEN)]  # Ray leaves these out by itself
     if names and all(name.suffix.lower() == ".parquet" for name in names):
         return inspect_parquet(folder, files, [f"{root}/{name}" for name in names], image_size, like)
     wrong = [name for name in names if name.suffix.lower() not in PICTURES or len(name.parts) != 2]
@@ -243,6 +268,27 @@ def inspect_folder(folder: str, image_size: int | None, like: tuple[int, int, in
     shape = shape_of(f"{folder}/{names[0]}", first, image_size, like)
     classes = tuple(sorted({name.parts[0] for name in names}))
     return ImageSet(folder, len(names), shape, classes, pictures=True, image_size=image_size)
+
+
+def list_files(folder: str) -> tuple[fs.FileSystem, str, list[PurePosixPath]]:
+    """The file system of a path or a URI, its path there, and the files under it that Ray Data reads."""
+    files, root = fs.FileSystem.from_uri(folder)
+    found = files.get_file_info(fs.FileSelector(root, recursive=True))
+    paths = Visible()(each.path for each in found if each.is_file)
+    names = sorted(PurePosixPath(path).relative_to(root) for path in paths)
+    return files, root, [name for name in names if not name.parts[0].startswith(HIDDEN)]  # as Ray does by itself
+
+
+def find_damaged(folder: str) -> str | None:
+    """Which Parquet file cannot be decoded, and why. Reads the files one by one. Raises OSError if it cannot."""
+    files, root, names = list_files(folder)
+    for name in names:
+        content = files.open_input_file(f"{root}/{name}").readall()
+        try:
+            pyarrow.parquet.read_table(pa.BufferReader(content), columns=["image", "label"])
+        except (OSError, pa.ArrowException) as error:
+            return f"{root}/{name} is damaged ({str(error).splitlines()[0]})"
+    return None
 
 
 class Visible(PathPartitionFilter):
@@ -262,31 +308,60 @@ def inspect_parquet(
     folder: str, files: fs.FileSystem, paths: list[str], image_size: int | None, like: tuple[int, int, int] | None
 ) -> ImageSet:
     """The set in these Parquet files. Only the column of labels is read, and the images of the first group of rows."""
-    try:
-        table = pyarrow.dataset.dataset(paths, filesystem=files, format="parquet")
-        if missing := {"image", "label"} - set(table.schema.names):
-            raise ValueError(f"no column {' and no '.join(sorted(missing))}, only {summarize(table.schema.names)}")
-        if not pa.types.is_integer(table.schema.field("label").type):
-            raise ValueError(f"the labels are {table.schema.field('label').type}, and must be whole numbers from 0")
-        rows, labels = 0, set()
-        for batch in table.to_batches(columns=["label"]):
-            rows += len(batch)
-            labels |= set(pa.compute.unique(batch["label"]).to_pylist())
-        if rows == 0:
-            raise ValueError("no rows")
-        if None in labels or min(labels) < 0 or max(labels) >= 10 * len(labels):
-            raise ValueError(
-                f"the labels must be whole numbers from 0 without large gaps; there are {summarize(labels)}"
-            )
+    fragments = [pyarrow.dataset.ParquetFileFormat().make_fragment(path, files) for path in paths]
+    with ThreadPoolExecutor() as pool:
+        counts = list(pool.map(count_labels, fragments, repeat(fragments[0])))
+    labels = {label for each in counts for label in each}
+    for path, each in zip(paths, counts, strict=True):
+        if bad := [label for label in each if label is None or not 0 <= label < 10 * len(labels)]:
+            with cannot_use(path):
+                raise ValueError(f"the labels must be whole numbers from 0 without large gaps, not {summarize(bad)}")
+    with cannot_use(folder):
         if len(labels) < 2:
-            raise ValueError(f"one label only: {labels.pop()}")
-        fragment = next(each for each in table.get_fragments() if each.count_rows())
+            raise ValueError(f"one label only: {labels.pop()}" if labels else "no rows")
+    fragment = next(fragment for fragment, each in zip(fragments, counts, strict=True) if each)
+    with cannot_use(fragment.path):
         image = fragment.split_by_row_group()[0].head(1, columns=["image"], batch_size=1)["image"].chunk(0)
         first = image.to_numpy(zero_copy_only=False)[0]
-    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        raise ValueError(f"cannot use {folder}: {str(error).splitlines()[0]}; {WANTED}") from error
+    shape = shape_of(fragment.path, first, image_size, like)
     classes = tuple(str(number) for number in range(max(labels) + 1))
-    return ImageSet(folder, rows, shape_of(folder, first, image_size, like), classes, image_size=image_size)
+    return ImageSet(folder, sum(each.total() for each in counts), shape, classes, image_size=image_size)
+
+
+def count_labels(fragment: pyarrow.dataset.ParquetFileFragment, first: pyarrow.dataset.ParquetFileFragment) -> Counter:
+    """How often each label is in a Parquet file. Raises ValueError if its columns are not as in the first file."""
+
+    def image_type(file: pyarrow.dataset.ParquetFileFragment) -> pa.DataType:
+        found = file.physical_schema.field("image").type
+        return pa.binary() if pa.types.is_large_binary(found) else found
+
+    with cannot_use(fragment.path):
+        names = fragment.physical_schema.names
+        if missing := {"image", "label"} - set(names):
+            raise ValueError(f"no column {' and no '.join(sorted(missing))}, only {summarize(names)}")
+        if repeated := [name for name in ("image", "label") if names.count(name) > 1]:
+            raise ValueError(f"more than one column {repeated[0]}")
+        label_type = fragment.physical_schema.field("label").type
+        if not pa.types.is_integer(label_type):
+            raise ValueError(f"the labels are {label_type}, and must be whole numbers from 0")
+        if image_type(fragment) != image_type(first):
+            raise ValueError(
+                f"the images are {image_type(fragment)}, and those of {first.path} are {image_type(first)}"
+            )
+        counts = Counter()
+        for batch in fragment.to_batches(columns=["label"], use_threads=False):
+            for each in pa.compute.value_counts(batch["label"]).to_pylist():
+                counts[each["values"]] += each["counts"]
+        return counts
+
+
+@contextmanager
+def cannot_use(path: str) -> Iterator[None]:
+    """Raises an error of the block as a ValueError that names `path` and says what should be there."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        raise ValueError(f"cannot use {path}: {str(error).splitlines()[0]}; {WANTED}") from error
 
 
 def shape_of(
@@ -299,14 +374,18 @@ def shape_of(
         raise ValueError(f"cannot use the first image of {where}: {error}") from error
 
 
-def pixels(image: object, image_size: int | None, like: tuple[int, int, int] | None) -> np.ndarray:
+def pixels(
+    image: object, image_size: int | None, like: tuple[int, int, int] | None, bounded: bool = True
+) -> np.ndarray:
     """An image as `inspect_dataset` describes it -> float32 (channels, height, width) from 0 to 1.
 
     like: the shape of the first image, if this is a different one. A picture gets its number of channels, a flat array
-    its shape. A picture is turned as its EXIF data say. Transparency is ignored.
+    its shape. A picture is turned as its EXIF data say. Transparency is ignored. bounded: refuse floats outside 0 to 1.
     """
     if isinstance(image, dict):  # as Hugging Face's data sets have them
         image = image["bytes"]
+    if image is None:
+        raise ValueError("it is missing")
     if isinstance(image, bytes):
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(image)))
         if image.mode.startswith(("I", "F")):
@@ -315,10 +394,10 @@ def pixels(image: object, image_size: int | None, like: tuple[int, int, int] | N
         image = image.convert("L" if grey else "RGB")
         image = np.asarray(image.resize((image_size, image_size)) if image_size else image)
     array = unnested(image)
-    # The range is looked at once: a data set of noise, which is one of ours, has no bounds.
-    good = array.dtype == np.uint8 or (array.dtype.kind == "f" and (like or (array.min() >= 0 and array.max() <= 1)))
-    if not good:
-        raise ValueError(f"its pixels must be uint8, or floats from 0 to 1, and are {array.dtype}")
+    in_range = array.dtype.kind == "f" and (not bounded or (array.min() >= 0 and array.max() <= 1))  # NaN is not
+    if array.dtype != np.uint8 and not in_range:
+        values = f" from {array.min():g} to {array.max():g}" if array.dtype.kind == "f" else ""
+        raise ValueError(f"its pixels must be uint8, or floats from 0 to 1, and are {array.dtype}{values}")
     array = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 1)
     if array.ndim == 1 and like is not None and array.size == np.prod(like):
         return array.reshape(like)

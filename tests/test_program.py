@@ -1,5 +1,6 @@
 """Chapter 4's program, from a copy that is installed elsewhere: what it computes, survives and refuses."""
 
+import gzip
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ from program import EXACT, PROGRAM, SMALL, begin, losses, options, result, run
 from ray.train import ScalingConfig
 from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
-from training import data, distributed_training, model, predict, trainer, utils
+from training import data, distributed_training, local_training, model, predict, trainer, utils
 
 from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
@@ -251,33 +252,128 @@ def test_a_file_of_one_s_own(suffix, tmp_path):
     assert len(state["vocabulary"]["tokens"]) <= 198
 
 
+LABELLED = "text,label\n" + "".join(f"film {number},{('pos', 'neg')[number % 2]}\n" for number in range(30))
+AS_JSONL = "".join(json.dumps({"text": f"film {number}", "label": number % 2}) + "\n" for number in range(30))
+
+
+def file_config(path: Path | str) -> configuration.Config:
+    return configuration.load(PROGRAM / "config", ["dataset.kind=file", f"dataset.file={path}"])
+
+
+def read(path: Path, content: str | bytes) -> list[tuple[str, str]]:
+    """The rows of a file with this content, as pairs of text and label."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return [(row["text"], row["label"]) for row in data.read_file(file_config(path))]
+
+
 @pytest.mark.parametrize(("name", "content", "words"), [
     ("none.csv", None, "No such file"),
     ("empty.csv", "", "has 0 rows"),
+    ("empty.jsonl", "", "has 0 rows"),
+    ("header.csv", "text,label\n", "has 0 rows"),
     ("short.csv", "text,label\na,b\nc,d\n", "has 2 rows; at least 20 are needed"),
     ("one.csv", "text,label\n" + "a,b\n" * 50, "all rows have the same label, b"),
-    ("column.csv", "text,star\n" + "a,b\n" * 50, "line 2 has no label (dataset.label_column), but text, star"),
+    ("column.csv", "text,star\n" + "a,b\n" * 50, "line 1 has no label (dataset.label_column), only ['text', 'star']"),
     ("hole.csv", "text,label\n" + "a,b\n" * 20 + "a,\n", "line 22 has an empty label"),
-    ("broken.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "not JSONL"),
-    ("list.jsonl", "[1, 2]\n" * 20, "line 1 has no text (dataset.text_column), but [1, 2]"),
-    ("latin.csv", b"text,label\n\xe9,b\n", "not CSV in UTF-8"),
+    ("spaces.csv", LABELLED + " ,pos\n", "line 32 has an empty text (dataset.text_column)"),
+    ("null.jsonl", AS_JSONL + '{"text": "a", "label": null}\n', "line 31 has an empty label"),
+    ("comma.csv", LABELLED + "good, really,pos\n", "line 32 has 3 fields, and the header 2: separate fields"),
+    ("comma last.csv", LABELLED + "film,pos,\n", "line 32 has 3 fields, and the header 2"),
+    ("few.csv", LABELLED + "film\n", "line 32 has 1 field, and the header 2"),
+    ("after two lines.csv", LABELLED + '"two\nlines",pos\n\nfilm\n', "line 35 has 1 field, and the header 2"),
+    ("open.csv", LABELLED.replace("film 4", '"film 4'), "line 6: unexpected end of data: a quote that begins a field"),
+    ("open last.csv", LABELLED + '"film,pos\n', "line 32: unexpected end of data"),
+    ("quote.csv", LABELLED + '"it said "wow" twice",pos\n', "line 32: ',' expected after '\"': a quote that begins a"),
+    ("tabs.csv", LABELLED.replace(",", "\t"), "line 1 has no text (dataset.text_column), only ['text\\tlabel']"),
+    ("no header.csv", LABELLED.partition("\n")[2], "line 1 has no text (dataset.text_column), only ['film 0', 'pos']"),
+    ("twice.csv", LABELLED.replace("text", "text,label").replace(" ", ","), "the name label appears twice"),
+    ("twice.jsonl", AS_JSONL + '{"text": "a", "label": 1, "label": 0}\n', "line 31 is not JSON (the name label"),
+    ("nul.csv", LABELLED + "fi\0lm,pos\n", r"line 32 has a character in its text (dataset.text_column) that no text"),
+    ("nul.jsonl", AS_JSONL + '{"text": "a", "label": "p\\u0000"}\n', "line 31 has a character in its label"),
+    ("half.jsonl", AS_JSONL + '{"text": "a\\ud800", "label": 1}\n', "line 31 has a character in its text"),
+    ("broken.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "line 2 is not JSON (Expecting ':' delimiter): "),
+    ("pretty.jsonl", AS_JSONL.replace(", ", ",\n"), "line 1 is not JSON"),
+    ("deep.jsonl", AS_JSONL + "[" * 100_000, "line 31 is not JSON (maximum recursion depth"),
+    ("number.jsonl", AS_JSONL + "1" * 5000, "line 31 is not JSON (Exceeds the limit"),
+    ("list.jsonl", "[1, 2]\n" * 20, "line 1 is [1, 2], not a JSON object: write one object per line"),
+    ("word.jsonl", AS_JSONL + '"film"\n', "line 31 is 'film', not a JSON object"),
+    ("array.jsonl", "[" + AS_JSONL.strip().replace("\n", ", ") + "]", "line 1 is [{'label': 0, "),
+    ("array.json", "[" + AS_JSONL.strip().replace("\n", ", ") + "]", "should end with .csv or .jsonl"),
+    ("key.jsonl", AS_JSONL + '{"text": "a", "stars": 1}\n', "line 31 has no label (dataset.label_column), only"),
+    ("float.jsonl", AS_JSONL + '{"text": "a", "label": 1.0}\n', "line 31 has 1.0 as its label (dataset.label_column)"),
+    ("nan.jsonl", AS_JSONL + '{"text": "a", "label": NaN}\n', "line 31 has nan as its label"),
+    ("labels.jsonl", AS_JSONL + '{"text": "a", "label": ["pos"]}\n', "line 31 has ['pos'] as its label"),
+    ("texts.jsonl", AS_JSONL + '{"text": {"a": "b"}, "label": 1}\n', "line 31 has {'a': 'b'} as its text"),
+    ("latin.csv", b"text,label\n\xe9,b\n", "line 2 is not text in UTF-8 (invalid continuation byte)"),
+    ("utf-16.csv", LABELLED.encode("utf-16"), "(invalid start byte): save it as UTF-8"),
+    ("packed.csv", gzip.compress(LABELLED.encode()), "line 1 is not text in UTF-8 (invalid start byte)"),
+    ("packed.csv.gz", gzip.compress(LABELLED.encode()), "should end with .csv or .jsonl; unpack"),
     ("table.xlsx", "", "should end with .csv or .jsonl"),
+    ("numbers.csv", "text,label\n" + "".join(f"a,{each / 7}\n" for each in range(40)), "no training row has the label"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_used(name, content, words, tmp_path):
+    path = tmp_path / name
     if content is not None:
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-    config = configuration.load(PROGRAM / "config", ["dataset.kind=file", f"dataset.file={tmp_path / name}"])
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError) as caught:
-        data.prepare(config)
-    assert f"dataset.file = {tmp_path / name}: " in str(caught.value) and words in str(caught.value)
+        data.prepare(file_config(path))
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"dataset.file = {path}: ") and words in line and len(line) < 300 + len(str(path))
 
 
-def test_what_excel_has_saved(tmp_path):
-    """It writes a byte order mark before the first column's name."""
-    for name, content in (("mark.csv", "text,label\na,b\n"), ("mark.jsonl", '{"text": "a", "label": "b"}\n')):
-        (tmp_path / name).write_text(content, encoding="utf-8-sig")
-        config = configuration.load(PROGRAM / "config", ["dataset.kind=file", f"dataset.file={tmp_path / name}"])
-        assert list(data.read_file(config)) == [{"text": "a", "label": "b"}]
+@pytest.mark.parametrize(("name", "content", "last"), [
+    ("mark.csv", LABELLED.encode("utf-8-sig"), None),  # Excel writes a byte order mark before the first column's name
+    ("mark.jsonl", AS_JSONL.encode("utf-8-sig"), None),
+    ("UPPER.CSV", LABELLED, None),
+    ("UPPER.JSONL", AS_JSONL, None),
+    ("windows.csv", LABELLED.replace("\n", "\r\n"), None),
+    ("old mac.csv", LABELLED.replace("\n", "\r"), None),
+    ("blank lines.csv", LABELLED.replace("\n", "\n\n"), None),
+    ("blank lines.jsonl", AS_JSONL.replace("\n", "\n \n"), None),
+    ("spaces.csv", LABELLED.replace(",", " , ").replace("\n", " \n"), None),
+    ("unnamed columns.csv", LABELLED.replace("\n", ",,\n"), None),  # Excel writes these
+    ("quoted.csv", LABELLED + 'film 30, "pos"\n', ("film 30", "pos")),
+    ("quotes.csv", LABELLED + '"a ""good"" film, really",pos\n', ('a "good" film, really', "pos")),
+    ("quotes inside.csv", LABELLED + 'a "good" film,pos\n', ('a "good" film', "pos")),
+    ("lines.csv", LABELLED + '"a\nfilm",pos\n', ("a\nfilm", "pos")),
+    ("long.csv", LABELLED + "x" * 140_000 + ",pos\n", ("x" * 140_000, "pos")),
+    ("separator.jsonl", AS_JSONL + '{"text": "a\u2028b", "label": 1}\n', ("a\u2028b", "1")),
+])  # fmt: skip
+def test_a_file_that_is_read_as_it_is_meant(name, content, last, tmp_path):
+    rows = read(tmp_path / name, content)
+    labels = ("pos", "neg") if name.lower().endswith("csv") else ("0", "1")
+    assert [(text.strip(), label) for text, label in rows[:30]] == [(f"film {i}", labels[i % 2]) for i in range(30)]
+    assert rows[30:] == ([last] if last else [])
+
+
+def test_labels_that_differ_by_spaces_are_one(tmp_path):
+    content = LABELLED + "film,pos \nfilm,\u00a0pos\nfilm,\tpos\n"
+    assert {label for _, label in read(tmp_path / "films.csv", content)} == {"pos", "neg"}
+    content = AS_JSONL.replace("1}", '" 1"}').replace("0}", '"0 "}')
+    assert {label for _, label in read(tmp_path / "films.jsonl", content)} == {"0", "1"}
+
+
+def test_rows_and_labels_are_counted_before_training(tmp_path, capsys):
+    """So that a label which nobody meant is seen, however rare it is."""
+    (tmp_path / "films.csv").write_text(LABELLED + "film,pos\n")
+    said = []
+    data.prepare(file_config(tmp_path / "films.csv"), said.append)
+    assert said == ["31 rows, 2 labels: pos 16, neg 15"]
+    rows = [{"label": f"{number:02}"} for number in range(20) for _ in range(40 - number)] + [{"label": "poss"}]
+    assert data.describe_rows(rows) == (
+        "611 rows, 21 labels: 00 40, 01 39, 02 38, 03 37, 04 36, 11 more, 16 24, 17 23, 18 22, 19 21, poss 1"
+    )
+    assert data.prepare(configuration.load(PROGRAM / "config", ["dataset.kind=synthetic", "model.kind=mlp"])) == ""
+
+
+def test_a_row_that_cannot_be_used_is_found_before_anything_starts(tmp_path, monkeypatch):
+    (tmp_path / "films.csv").write_text(LABELLED + "good, really,pos\n")
+    arguments = options(PROGRAM, "run", "dataset.kind=file", "dataset.file=films.csv")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["local_training.py", *arguments])
+    with pytest.raises(UsageError, match=r"^dataset.file = films.csv: line 32 has 3 fields"):
+        local_training.main()
+    assert [path.name for path in tmp_path.iterdir()] == ["films.csv"]
 
 
 def films(path: Path, number: int) -> tuple[str, ...]:
@@ -347,6 +443,10 @@ def test_what_prediction_refuses(tmp_path, monkeypatch):
     (tmp_path / "films.csv").unlink()
     assert f"dataset.file = {tmp_path}/films.csv: No such file" in refused(tmp_path / "runs/here", "--test")
     (tmp_path / "latin.txt").write_bytes(b"a film\n\xe9\n")
+    (tmp_path / "lines.CSV").write_text(LABELLED)
+    assert "lines.CSV: one text per line is expected, not rows" in refused(
+        tmp_path / "runs/here", tmp_path / "lines.CSV"
+    )
     assert "latin.txt: not text in UTF-8: " in refused(tmp_path / "runs/here", tmp_path / "latin.txt")
     assert "none.txt: No such file" in refused(tmp_path / "runs/here", tmp_path / "none.txt")
     assert "latin.txt" in refused(tmp_path / "latin.txt")  # no run's folder, but a file
@@ -378,6 +478,12 @@ WRONG = [
         ["training.precision = 'fp8': should be 'fp32', 'bf16', 'fp16' or 'fp64'"],
     ),
     (HYPER, "kind: snippets", "kind: file    ", ["dataset.kind = file and dataset.file = None"]),
+    (
+        HYPER,
+        "file: null ",
+        "file: s3://bucket/reviews.csv ",
+        ["dataset.file = 's3://bucket/reviews.csv': should be a path on this machine, not a URI"],
+    ),
     (HYPER, "kind: snippets", "kind: synthetic", ["dataset.kind = synthetic and model.kind = rnn"]),
     (HYPER, "batch_size: 64 ", "batch_size: 63 ", ["training.batch_size = 63: is not divisible by 2"]),
     (HYPER, "lowest: 1e-4", "lowest: 1", ["tuning.lr: lowest = 1.0 is not below highest = 0.01"]),

@@ -2,14 +2,17 @@
 
 import io
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
+import torch
 from PIL import Image
 from pyarrow import parquet
 from ray.data.extensions import ArrowTensorArray
+from ray.exceptions import RayTaskError
 
 import ray_images
 from shared import datasets
@@ -166,14 +169,14 @@ def other_labels(folder: Path) -> str:
         (with_a_list, "train has classes.txt; there must be"),
         (lambda folder: write_pictures(folder, images=PIXELS.astype(np.uint16) * 256), "more than 8 bits per channel"),
         (lambda folder: "s3://bucket/images?region=here", "takes no options after a [?]; AWS_ENDPOINT_URL names"),
-        (unreadable, "cannot use .*train: .*Parquet magic bytes not found"),
+        (unreadable, "cannot use .*train/a.parquet: .*Parquet magic bytes not found"),
         (unreadable_picture, "cannot use the first image of .*0.png: cannot identify image file"),
         (lambda folder: write_parquet(folder, other=LABELS, images=LABELS), "its pixels must be uint8, or floats from"),
         (lambda folder: write_parquet(folder, images=[[0.5] * 20] * 6), r"an array of shape \(20,\) is not an image"),
         (lambda folder: write_parquet(folder, labels=["a", "b"] * 3), "labels are string, and must be whole numbers"),
-        (lambda folder: write_parquet(folder, labels=[-1, 0] * 3), "whole numbers from 0 .* there are (0, -1|-1, 0)"),
-        (lambda folder: write_parquet(folder, labels=[0, 1, None] * 2), "whole numbers from 0 .*None"),
-        (lambda folder: write_parquet(folder, labels=[0, 100_000] * 3), "without large gaps; there are 0, 100000"),
+        (lambda folder: write_parquet(folder, labels=[-1, 0] * 3), "a.parquet: .*whole numbers from 0 .*, not -1"),
+        (lambda folder: write_parquet(folder, labels=[0, 1, None] * 2), "a.parquet: .*whole numbers .*, not None"),
+        (lambda folder: write_parquet(folder, labels=[0, 100_000] * 3), "a.parquet: .*without large gaps, not 100000"),
         (lambda folder: write_parquet(folder, images=pa.array([], pa.binary()), labels=pa.array([], pa.int64())),
          "no rows"),
         (lambda folder: write_parquet(folder, labels=[0] * 6), "train: one label only: 0"),
@@ -221,3 +224,140 @@ def test_other_images_for_validation(tmp_path):
     write_pictures(tmp_path, parts=("val",), images=PIXELS[:, :3])
     with pytest.raises(ValueError, match=re.escape("are (1, 4, 5) for training and (1, 3, 5) in val")):
         ray_images.inspect_dataset(str(tmp_path))
+
+
+# --- one file or one image among good ones ---------------------------------------------------------------------------
+
+
+def damage_page(path: Path, column: str) -> None:
+    """Overwrite the data pages of a column. The file's footer stays as it is."""
+    group = parquet.ParquetFile(path).metadata.row_group(0)
+    (chunk,) = (group.column(each) for each in range(2) if group.column(each).path_in_schema == column)
+    content, length = bytearray(path.read_bytes()), chunk.total_compressed_size
+    start = chunk.data_page_offset if chunk.dictionary_page_offset is None else chunk.dictionary_page_offset
+    content[start : start + length] = b"\xff" * length
+    path.write_bytes(content)
+
+
+def footer(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-60] + b"\xff" * 52 + path.read_bytes()[-8:])
+
+
+def table(images=None, labels=(0, 1), names=("image", "label")) -> Callable[[Path], None]:
+    """Write another table into the file."""
+    images = [png(image) for image in PIXELS[:2]] if images is None else images
+    columns = [pa.array(column) for column in (images, labels, labels)]
+    return lambda path: parquet.write_table(pa.Table.from_arrays(columns[: len(names)], names), path)
+
+
+@pytest.mark.parametrize("part", ["train", "val"])
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda path: path.write_bytes(b""), "file size is 0 bytes"),
+    (lambda path: path.write_bytes(path.read_bytes()[:200]), "Parquet magic bytes not found"),
+    (lambda path: path.write_text("label,image\n" * 9), "Parquet magic bytes not found"),
+    (footer, "thrift"),
+    (lambda path: damage_page(path, "label"), "thrift"),
+    (lambda path: parquet.write_table(pa.table({"label": [0, 1]}), path), "no column image, only label"),
+    (lambda path: parquet.write_table(pa.table({"image": [b"a"]}), path), "no column label, only image"),
+    (table(names=("image", "label", "label")), "more than one column label"),
+    (table(labels=["0", "1"]), "the labels are string, and must be whole numbers from 0"),
+    (table(labels=[0.0, 1.0]), "the labels are double, and must be whole numbers from 0"),
+    (table(labels=[0, None]), "the labels must be whole numbers from 0 .*, not None"),
+    (table(labels=[0, -1]), "the labels must be whole numbers from 0 .*, not -1"),
+    (table(labels=[0, 1000]), "the labels must be whole numbers from 0 without large gaps, not 1000"),
+    (table(["a", "b"]), "the images are string, and those of .*a.parquet are binary"),
+    (table([{"bytes": b"a"}] * 2), "the images are struct<bytes: binary>, and those of"),
+    (table([[[1, 2]]] * 2), "the images are list<.*: list<.*: int64>>, and those of"),
+])  # fmt: skip
+def test_one_file_that_cannot_be_used_is_named(part, change, words, tmp_path):
+    uri = write_parquet(tmp_path)
+    change(tmp_path / part / "b.parquet")
+    with pytest.raises(ValueError, match=f"^cannot use {tmp_path}/{part}/b.parquet: .*{words}"):
+        ray_images.inspect_dataset(uri)
+
+
+def test_files_whose_types_differ_in_width_are_one_set(tmp_path):
+    uri = write_parquet(tmp_path)
+    table(pa.array([png(PIXELS[0])] * 2, pa.large_binary()), pa.array([0, 1], pa.int8()))(tmp_path / "train/b.parquet")
+    assert ray_images.inspect_dataset(uri)["train"].num_samples == 6
+
+
+def encoded(mode: str, size: tuple[int, int] = (5, 4), kind: str = "PNG") -> bytes:
+    file = io.BytesIO()
+    colours = Image.fromarray(COLOURED[0]).resize(size)
+    picture = Image.fromarray(np.full((4, 5), 40_000, np.uint16)) if mode == "I;16" else colours.convert(mode)
+    picture.save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("others", ["L", "RGB"])
+@pytest.mark.parametrize("image", [
+    encoded("1"), encoded("L"), encoded("LA"), encoded("P"), encoded("RGB"), encoded("RGBA"),
+    encoded("CMYK", kind="JPEG"), encoded("CMYK", kind="TIFF"),
+])  # fmt: skip
+def test_a_picture_of_another_mode_gets_the_channels_of_the_first(image, others, tmp_path):
+    uri = write_parquet(tmp_path, [*[encoded(others)] * 5, image])
+    read = ray_images.inspect_dataset(uri)["train"](as_batch(tmp_path / "train"))
+    assert read["image"].shape == (6, {"L": 1, "RGB": 3}[others], 4, 5) and np.abs(read["image"]).max() <= 1
+
+
+@pytest.mark.parametrize(("image", "words"), [
+    (b"no picture", "cannot use an image of PATH: cannot identify image file"),
+    (b"", "cannot use an image of PATH: cannot identify image file"),
+    (encoded("RGB")[:80], "cannot use an image of PATH: "),
+    (None, "cannot use an image of PATH: it is missing"),
+    (encoded("I;16"), "cannot use an image of PATH: a picture of mode I;16 has more than 8 bits per channel"),
+    (encoded("L", size=(6, 4)), r"PATH is of .* \(1, 4, 6\), and the first image of"),
+])  # fmt: skip
+@pytest.mark.parametrize("as_struct", [False, True])
+def test_one_image_that_cannot_be_used_names_its_file(image, words, as_struct, tmp_path):
+    images = [*[encoded("L")] * 5, image]
+    uri = write_parquet(tmp_path, [{"bytes": each} for each in images] if as_struct else images)
+    images = ray_images.inspect_dataset(uri)["train"]
+    with pytest.raises(ValueError, match="^" + words.replace("PATH", f"{tmp_path}/train/a.parquet")):
+        images(as_batch(tmp_path / "train"))
+
+
+@pytest.mark.parametrize("value", [255.0, -0.1, float("nan"), float("inf")])
+def test_one_array_that_is_out_of_range_names_its_file(value, tmp_path):
+    """It would train a worse model, or one of NaN."""
+    floats = FLOATS.copy()
+    floats[5, 0, 0] = value
+    images = ray_images.inspect_dataset(write_parquet(tmp_path, ArrowTensorArray.from_numpy(floats)))["train"]
+    with pytest.raises(
+        ValueError, match=r"^cannot use an image of .*a.parquet: its pixels must be uint8, or floats from"
+    ):
+        images(as_batch(tmp_path / "train"))
+
+
+def broken_stream(images: ray_images.ImageSet, cause: Exception) -> ray_images.Stream:
+    """A stream whose second batch Ray Data could not read."""
+
+    def batches():
+        yield {"image": torch.zeros(2, 1, 4, 5), "label": torch.tensor([0, 1])}
+        raise RayTaskError("ReadParquet", f"Traceback\n{type(cause).__name__}: {cause}", cause).as_instanceof_cause()
+
+    return ray_images.Stream(batches(), images, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+@pytest.mark.parametrize(
+    "cause", [OSError("Couldn't read\na page"), pa.ArrowInvalid("corrupt"), pa.ArrowTypeError("x")]
+)
+def test_a_damaged_page_ends_the_stream_and_names_its_file(cause, scheme, tmp_path):
+    """A rank that raised in the middle of an epoch would leave the others in their next all-reduce."""
+    images = ray_images.inspect_dataset(scheme + write_parquet(tmp_path))["train"]
+    damage_page(tmp_path / "train/b.parquet", "image")
+    stream = broken_stream(images, cause)
+    assert len(list(stream)) == 1
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/train/b.parquet is damaged \(.*\): copy it or write it again$"):
+        stream.check()
+
+
+def test_storage_that_is_away_is_no_damaged_file(tmp_path):
+    """Ray Train tries such a run again."""
+    images = ray_images.inspect_dataset(write_parquet(tmp_path))["train"]
+    stream = broken_stream(images, OSError("Connection reset\nby peer"))
+    assert len(list(stream)) == 1
+    with pytest.raises(OSError, match=r"^cannot read .*train: Connection reset$"):
+        stream.check()

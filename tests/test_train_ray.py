@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import psutil
+import pyarrow.parquet
 import pytest
 import torchvision
 from runs import (
@@ -196,6 +197,22 @@ def test_ray_data_in_local_mode(on_cluster, options, tmp_path):
     metrics = train(0, tmp_path, *options, "--num-workers", 0, script=WITH_RAY_DATA)
     assert [line["samples_seen"] for line in metrics] == [176] * 2
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+
+
+def test_a_damaged_page_ends_the_run_and_names_its_file(on_cluster, tmp_path):
+    """The first look at the data reads no images except the first one."""
+    for part in ("train", "val"):
+        (tmp_path / part).mkdir()
+        for number in range(3):  # Ray itself looks into the first and the last file before it reads any
+            table = pyarrow.table({"image": [[[0.5] * 4] * 4] * 20, "label": [0, 1] * 10})
+            pyarrow.parquet.write_table(table, tmp_path / part / f"{number}.parquet")
+    damaged = tmp_path / "train/1.parquet"
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:4] + b"\xff" * 20 + content[24:])
+    run = fork(tmp_path, "--data-uri", tmp_path, "--model", "mlp", "--num-workers", 0, script=WITH_RAY_DATA)
+    assert run.finish() == 2, run.text
+    assert f"error: {damaged} is damaged (" in run.text and "): copy it or write it again" in run.text
+    assert not has_traceback(run.text)
 
 
 @pytest.mark.parametrize("script", [SCRIPT, WITH_RAY_DATA])

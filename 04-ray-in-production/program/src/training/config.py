@@ -65,7 +65,7 @@ class Cluster(Section):
 
 class Dataset(Section):
     kind: Literal["snippets", "file", "synthetic"]
-    file: NonEmptyStr | None = None
+    file: LocalPath | None = None
     text_column: NonEmptyStr = "text"
     label_column: NonEmptyStr = "label"
     vocab_size: Annotated[int, BeforeValidator(reject_bool), Field(ge=3)]

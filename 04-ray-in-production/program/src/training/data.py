@@ -1,15 +1,18 @@
 """Load labelled texts, split them three ways, and encode them with a vocabulary."""
 
 import csv
+import io
 import json
 import random
 import re
+import reprlib
 import shutil
 import sysconfig
+import textwrap
 import uuid
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,6 +24,8 @@ from training.config import Config
 PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")  # in every Python since 3.11
 SNIPPETS, SNIPPET_LINES = 800, 6  # snippets per package, lines per snippet
 SPLITS = ("train", "val", "test")
+SUFFIXES = (".csv", ".jsonl")  # in upper or lower case
+SHOWN = 5  # labels at either end of the list that `describe_rows` makes
 HELD_OUT = 10  # every tenth row is for validation, and another tenth of the rows for the test
 PADDING, UNKNOWN = 0, 1
 FEATURES, CLASSES = 784, 10  # for synthetic data
@@ -72,19 +77,25 @@ def tokenize(text: str) -> list[str]:
     return re.findall(r"[a-z]+|[^\sa-z]", text.lower())
 
 
-def prepare(config: Config) -> str:
+def prepare(config: Config, log: Callable[[str], None] = lambda message: None) -> str:
     """Write the three splits to a folder in paths.processed_data_dir, unless it exists, and return the folder.
 
-    The folder's name contains a checksum of the splits, so different splits get different folders. Raises ValueError
-    for a source that cannot be used.
+    The folder's name contains a checksum of the splits, so different splits get different folders. log: receives a line
+    with the number of rows and labels. Raises ValueError for a source that cannot be used.
     """
     if config.dataset.kind == "synthetic":
         return ""
     rows = list(snippets()) if config.dataset.kind == "snippets" else list(read_file(config))
     check_rows(rows, config)
+    log(describe_rows(rows))
     random.Random(0).shuffle(rows)
     parts = {"test": rows[0::HELD_OUT], "val": rows[1::HELD_OUT]}
     parts["train"] = [row for number, row in enumerate(rows) if number % HELD_OUT > 1]
+    if unseen := {row["label"] for row in rows} - {row["label"] for row in parts["train"]}:
+        raise ValueError(
+            f"dataset.file = {config.dataset.file}: no training row has the label {reprlib.repr(sorted(unseen))}: add "
+            "more rows with it"
+        )
     digest = zlib.crc32(json.dumps(parts).encode())
     folder = Path(config.paths.processed_data_dir).absolute() / f"{config.dataset.kind}-{digest:08x}"
     if not folder.exists():
@@ -111,32 +122,111 @@ def snippets() -> Iterator[dict]:
 
 
 def read_file(config: Config) -> Iterator[dict]:
-    """Yield the rows of a CSV or JSONL file. Raises ValueError that names the line."""
-    path, text, label = Path(config.dataset.file), config.dataset.text_column, config.dataset.label_column
-    if path.suffix not in (".csv", ".jsonl"):
-        raise ValueError(f"dataset.file = {path}: should end with .csv or .jsonl")
+    """Yield text and label of each row of a CSV or JSONL file. Raises ValueError that names the file and the line."""
+    path = Path(config.dataset.file)
     try:
-        with open(path, newline="", encoding="utf-8-sig") as file:  # Excel begins with a byte order mark
-            if path.suffix == ".csv":
-                reader = csv.DictReader(file, restkey="")
-                rows = ((reader.line_num, row) for row in reader)
-            else:
-                rows = ((number, json.loads(line)) for number, line in enumerate(file, start=1) if line.strip())
-            for number, row in rows:
-                columns = list(row) if isinstance(row, dict) else []
-                for key, column in (("text_column", text), ("label_column", label)):
-                    if column not in columns:
-                        actual = ", ".join(columns) or repr(row)
-                        raise ValueError(f"line {number} has no {column} (dataset.{key}), but {actual}")
-                    if row[column] is None or not str(row[column]).strip():
-                        raise ValueError(f"line {number} has an empty {column} (dataset.{key})")
-                yield {"text": str(row[text]), "label": str(row[label])}
+        if path.suffix.lower() not in SUFFIXES:
+            raise ValueError(
+                "should end with .csv or .jsonl; unpack a compressed file, and save any other kind as one of these "
+                "(in .jsonl each line is a JSON object)"
+            )
+        lines = io.StringIO(decode(path.read_bytes()), newline="")
+        rows = read_csv(lines, config) if path.suffix.lower() == ".csv" else read_jsonl(lines, config)
+        for line, row in rows:
+            yield {name: check_value(row, name, config, line) for name in ("text", "label")}
     except OSError as error:
         raise ValueError(f"dataset.file = {path}: {error.strerror}") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, csv.Error) as error:
-        raise ValueError(f"dataset.file = {path}: not {path.suffix[1:].upper()} in UTF-8: {error}") from error
     except ValueError as error:
         raise ValueError(f"dataset.file = {path}: {error}") from error
+
+
+def decode(content: bytes) -> str:
+    """Decode UTF-8, with or without a byte order mark, which Excel writes."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise ValueError(
+            f"line {line} is not text in UTF-8 ({error.reason}): save it as UTF-8, or unpack it if it is compressed"
+        ) from error
+
+
+def read_csv(lines: Iterable[str], config: Config) -> Iterator[tuple[int, dict]]:
+    """Yield the number of each row's first line, and the row. Raises ValueError for a row unlike the header."""
+    csv.field_size_limit(2**31 - 1)  # a text may be longer than the default of 131,072 characters
+    reader, header, line = csv.reader(lines, strict=True, skipinitialspace=True), None, 1
+    try:
+        for fields in reader:
+            if fields and header is None:
+                header = [name.strip() for name in fields]
+                check_columns(reject_duplicates([(name, None) for name in header if name]), config, line)
+            elif fields:  # a blank line has none
+                if len(fields) != len(header):
+                    raise ValueError(
+                        f"line {line} has {len(fields)} field{'s' * (len(fields) != 1)}, and the header {len(header)}: "
+                        "separate fields by commas, and put a text that contains one in quotes"
+                    )
+                yield line, dict(zip(header, fields, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise ValueError(
+            f"line {line}: {error}: a quote that begins a field must also end it, and a quote inside is written twice"
+        ) from error
+
+
+def read_jsonl(lines: Iterable[str], config: Config) -> Iterator[tuple[int, dict]]:
+    """Yield the number of each line that is not blank, and its object. Raises ValueError for anything else."""
+    for line, content in enumerate(lines, start=1):
+        if not content.strip():
+            continue
+        try:
+            row = json.loads(content, object_pairs_hook=reject_duplicates)
+        except (ValueError, RecursionError) as error:
+            reason = getattr(error, "msg", error)  # without the position, which counts lines from this one
+            raise ValueError(f"line {line} is not JSON ({reason}): write one object per line") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"line {line} is {reprlib.repr(row)}, not a JSON object: write one object per line")
+        check_columns(row, config, line)
+        yield line, row
+
+
+def reject_duplicates(pairs: list[tuple]) -> dict:
+    """Return the pairs as a dictionary. Raises ValueError for a name that appears twice: the last one would win."""
+    row = {}
+    for name, value in pairs:
+        if name in row:
+            raise ValueError(f"the name {name} appears twice")
+        row[name] = value
+    return row
+
+
+def check_columns(names: Iterable[str], config: Config, line: int) -> None:
+    """Raise ValueError if the names lack one of the two columns."""
+    for key in ("text_column", "label_column"):
+        if (column := getattr(config.dataset, key)) not in names:
+            raise ValueError(f"line {line} has no {column} (dataset.{key}), only {reprlib.repr(list(names))}")
+
+
+def check_value(row: dict, name: str, config: Config, line: int) -> str:
+    """Return a row's text or label. Spaces around a label do not count. Raises ValueError if it cannot be used."""
+    column = getattr(config.dataset, f"{name}_column")
+    where, value = f"{column} (dataset.{name}_column)", row[column]
+    if value is None or not str(value).strip():
+        raise ValueError(f"line {line} has an empty {where}")
+    if not isinstance(value, str | int):
+        raise ValueError(f"line {line} has {reprlib.repr(value)} as its {where}: use a string or a whole number")
+    if re.search("[\0\ud800-\udfff]", str(value)):  # NUL, or half of a pair in UTF-16
+        raise ValueError(f"line {line} has a character in its {where} that no text has: {reprlib.repr(value)}")
+    return str(value).strip() if name == "label" else str(value)
+
+
+def describe_rows(rows: list[dict]) -> str:
+    """Count the rows and the labels: all of them, or the most frequent ones and the rarest ones."""
+    counts = Counter(row["label"] for row in rows).most_common()
+    parts = [f"{textwrap.shorten(label, 40, placeholder='...')} {count}" for label, count in counts]
+    if len(parts) > 2 * SHOWN:
+        parts[SHOWN:-SHOWN] = [f"{len(parts) - 2 * SHOWN} more"]
+    return f"{len(rows)} rows, {len(counts)} labels: {', '.join(parts)}"
 
 
 def check_rows(rows: list[dict], config: Config) -> None:
@@ -163,8 +253,6 @@ def load(config: Config, folder: str) -> Splits:
             f"{folder} does not exist on this node: paths.processed_data_dir must be on storage that all nodes share"
         ) from error
     vocabulary = Vocabulary.from_rows(rows["train"], config.dataset.vocab_size, config.dataset.max_length)
-    if unseen := {row["label"] for part in rows.values() for row in part} - set(vocabulary.labels):
-        raise ValueError(f"no training row has the label {', '.join(sorted(unseen))}: add more rows with it")
     parts = {name: to_tensors(vocabulary, part) for name, part in rows.items()}
     return Splits(
         **parts,

@@ -29,7 +29,7 @@ def main() -> None:
     fewest, most = config.cluster.num_workers
     args = utils.run_args(config, options, num_workers=fewest)
     with distributed.fail_together():
-        data_folder = data.prepare(config)
+        data_folder = data.prepare(config, driver.log)
         run = storage.RayRun.from_args(args)
         run.open_or_resume(args, driver)
     folders = trainer.Folders(run.folder, data_folder, str(Path(config.paths.log_dir, run.name).absolute()))

@@ -22,7 +22,7 @@ def main() -> None:
     with distributed.fail_together():
         if worker.world_size > 1:
             raise ValueError("this program runs in one process; for several, use distributed_training.py")
-        data_folder = data.prepare(config)
+        data_folder = data.prepare(config, worker.log)
         run = restarts.RestartableRun.from_args(args)
         state = run.open_or_resume(args, worker)
     folders = trainer.Folders(str(run.folder), data_folder, str(Path(config.paths.log_dir, run.folder.name).absolute()))

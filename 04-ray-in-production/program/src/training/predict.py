@@ -61,6 +61,8 @@ def main() -> None:
 def read_lines(path: str | None) -> Iterator[str]:
     """Yield the lines of a file, or of standard input. Raises UsageError if they cannot be read."""
     name = path or "standard input"
+    if name.lower().endswith(data.SUFFIXES):
+        raise UsageError(f"{name}: one text per line is expected, not rows with labels: write the texts to a .txt file")
     try:
         with open(path or 0, encoding="utf-8-sig") as file:  # 0: standard input, in UTF-8 whatever the locale
             yield from file

@@ -60,7 +60,7 @@ def main() -> None:
     driver = distributed.Worker(label="driver")
     args = utils.run_args(config, options, num_workers=1)
     with distributed.fail_together():
-        data_folder = data.prepare(config)
+        data_folder = data.prepare(config, driver.log)
         configuration.prepare_to_write(options.out, options.config_dir, may_replace=options.resume)
         search = Search.from_args(args)
         search.open_or_resume(args, driver)
