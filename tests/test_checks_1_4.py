@@ -76,7 +76,9 @@ def test_1_4b_accepts(printed, capsys):
 @pytest.mark.parametrize(("outcome", "because"), [
     (NotImplementedError(), "not done yet"),
     (machinery.Wrong("the script failed: RuntimeError: Connection closed by peer [127.0.0.1]"),  # as it was given
-     "one rank waited for another in vain. Did every rank call every collective"),
+     "not right yet: which ranks are still in the loop, and which have left it? One rank waited for another in vain."),
+    (machinery.Wrong("it hangs: no end after 240 s."), "which ranks are still in the loop, and which have left it?"),
+    (machinery.Wrong("the script failed: NameError: name 'los' is not defined"), "not right yet: the script failed: "),
     (stopped(4, 9, 13), "the ranks stop after different steps, (4, 9, 13): take the decision from a value"),
     (stopped(4, 4, 4), "is 4, expected 10. That is rank 0's own loss: the others have no say."),
     (stopped(13, 13, 13), "is 13, expected 10. That is the largest loss, so the last rank decides."),
