@@ -1,77 +1,50 @@
 """The checks of lesson 1.4: right answers pass, the stub and plausible wrong ones are rejected with help."""
 
-import math
+import json
 
 import pytest
 from answers import assert_accepts, assert_rejects, stub
+from notebook_rules import ROOT
 
 from shared import checks
 from shared.checks import chapter_1, machinery
 
+DIAGNOSIS = {"A": "in the update", "B": "before the update", "C": "rounding"}
 
-@pytest.mark.parametrize("check", [checks.exercise_1_4a, checks.exercise_1_4b])
-def test_a_stub_is_not_done_yet(check, capsys):
-    assert_rejects(check, stub, "not done yet", capsys)
+
+def test_1_4a_a_stub_is_not_done_yet(capsys):
+    assert_rejects(checks.exercise_1_4a, stub, "not done yet", capsys)
 
 
 def test_1_4a_accepts(capsys):
-    assert_accepts(checks.exercise_1_4a, lambda rates: {n: rates[n] / (n * rates[1]) for n in rates}, capsys)
+    assert_accepts(checks.exercise_1_4a, lambda: DIAGNOSIS, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
-    (lambda rates: {n: rates[n] / rates[1] for n in rates}, "is 1.6, expected 0.8. That is the speed-up: divide it"),
-    (lambda rates: {n: rates[n] / n for n in rates}, "is 240, expected 0.8. That is the rate of each process: divide"),
-    (lambda rates: {n: n * rates[1] / rates[n] for n in rates}, "is 1.25, expected 0.8. It is upside down"),
-    (lambda rates: {n: 100 * rates[n] / (n * rates[1]) for n in rates}, "is 80, expected 0.8. That is a percentage"),
-    (lambda rates: {n: rates[n] / max(rates.values()) for n in rates}, "on 2 process(es) is 0.533333, expected 0.8."),
-    (lambda rates: [rates[n] / (n * rates[1]) for n in rates], "return a dict with the same keys, 1, 2 and 4"),
+    (DIAGNOSIS | {"A": "rounding"}, "port A is not 'rounding'. In float64 its gap is as large as in float32"),
+    (DIAGNOSIS | {"A": "before the update"}, "port A is not 'before the update'. Look at step 1"),
+    (DIAGNOSIS | {"B": "in the update"}, "port B is not 'in the update'. Look at step 1"),
+    (DIAGNOSIS | {"C": "in the update"}, "port C is not 'in the update'. Its gap grows in float32. What is left"),
+    (DIAGNOSIS | {"C": "bug"}, "'bug' is not one of the answers 'rounding', 'before the update'"),
+    ({"A": "rounding"}, "return a dict with the keys A, B and C"),
+    (None, "return a dict with the keys A, B and C; yours is None"),
 ])  # fmt: skip
 def test_1_4a_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_1_4a, answer, because, capsys)
+    assert_rejects(checks.exercise_1_4a, lambda: answer, because, capsys)
 
 
-def verdict(fp32, port32, fp64, port64):
-    if len(fp32) != len(port32) or len(fp64) != len(port64):
-        return "bug"
-    if any(not math.isclose(a, b, rel_tol=1e-9) for a, b in zip(fp64, port64, strict=True)):
-        return "bug"
-    return "same" if fp32 == port32 else "rounding"
+def test_1_4a_the_logs_hold_what_the_check_says_of_them():
+    logs = json.loads((ROOT / "01-ddp-pytorch-only/three_ports.json").read_text())
+    assert list(logs) == ["reference", "A", "B", "C"]
 
+    def gaps(port, precision):
+        return [abs(a - b) for a, b in zip(logs["reference"][precision], logs[port][precision], strict=True)]
 
-def by_every_step(fp32, port32, fp64, port64):
-    close = all(math.isclose(one, other, rel_tol=1e-5) for one, other in zip(fp32, port32, strict=False))
-    return "same" if fp32 == port32 else "rounding" if close else "bug"
-
-
-def by_the_first_step(fp32, port32, fp64, port64):
-    if len(fp32) != len(port32) or not math.isclose(fp32[0], port32[0], rel_tol=1e-5):
-        return "bug"
-    return "same" if fp32 == port32 else "rounding"
-
-
-def without_lengths(fp32, port32, fp64, port64):
-    return verdict(fp32[: len(port32)], port32, fp64[: len(port64)], port64)
-
-
-def by_a_loose_tolerance(fp32, port32, fp64, port64):
-    if len(fp64) != len(port64) or any(not math.isclose(a, b, rel_tol=1e-5) for a, b in zip(fp64, port64, strict=True)):
-        return "bug"
-    return "same" if fp32 == port32 else "rounding"
-
-
-def test_1_4b_accepts(capsys):
-    assert_accepts(checks.exercise_1_4b, verdict, capsys)
-
-
-@pytest.mark.parametrize(("answer", "because"), [
-    (by_every_step, "you say 'bug', expected 'rounding': in float64 nothing is left of the difference"),
-    (by_the_first_step, "you say 'rounding', expected 'bug': the first step agrees, as it does where averaging"),
-    (without_lengths, "you say 'same', expected 'bug': a step is missing"),
-    (by_a_loose_tolerance, "expected 'bug': 1e-7 is more than rounding in float64 makes"),
-    (lambda *losses: None, "you say None, expected 'same'"),
-])  # fmt: skip
-def test_1_4b_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_1_4b, answer, because, capsys)
+    for precision in ("float32", "float64"):
+        assert gaps("A", precision)[0] < 1e-9 < 1e-5 < gaps("A", precision)[1]  # in the update
+        assert gaps("B", precision)[0] > 1e-2  # before the update
+    assert gaps("C", "float32")[0] < 1e-6 and max(gaps("C", "float64")) < 1e-12  # rounding
+    assert 0.1 < max(gaps("A", "float32")) / max(gaps("C", "float32")) < 10  # these two look alike
 
 
 @pytest.fixture
@@ -80,7 +53,7 @@ def printed(monkeypatch):
 
     def prints(outcome):
         def run_script(path, nproc):
-            assert (path, nproc) == ("exercise.py", 3)
+            assert path in ("early_stop.py", "exercise.py") and nproc == 3
             if isinstance(outcome, Exception):
                 raise outcome
             return outcome
@@ -88,6 +61,36 @@ def printed(monkeypatch):
         monkeypatch.setattr(chapter_1, "run_script", run_script)
 
     return prints
+
+
+def stopped(*ranks):
+    """What the ranks print that stop after these steps, each with the gradients of three ranks per step."""
+    return [f"stopped after step {step}, with {3 * step} gradients\n" for step in ranks]
+
+
+def test_1_4b_accepts(printed, capsys):
+    printed(stopped(10, 10, 10))
+    assert_accepts(checks.exercise_1_4b, "early_stop.py", capsys)
+
+
+@pytest.mark.parametrize(("outcome", "because"), [
+    (NotImplementedError(), "not done yet"),
+    (machinery.Wrong("the script failed: RuntimeError: Connection closed by peer [127.0.0.1]"),  # as it was given
+     "not right yet: which ranks are still in the loop, and which have left it? One rank waited for another in vain."),
+    (machinery.Wrong("it hangs: no end after 240 s."), "which ranks are still in the loop, and which have left it?"),
+    (machinery.Wrong("the script failed: NameError: name 'los' is not defined"), "not right yet: the script failed: "),
+    (stopped(4, 9, 13), "the ranks stop after different steps, (4, 9, 13): take the decision from a value"),
+    (stopped(4, 4, 4), "is 4, expected 10. That is rank 0's own loss: the others have no say."),
+    (stopped(13, 13, 13), "is 13, expected 10. That is the largest loss, so the last rank decides."),
+    (stopped(15, 15, 15), "is 15, expected 10. That is the sum of the losses: divide it by the world size."),
+    (stopped(20, 20, 20), "is 20, expected 10. Nobody has stopped early"),
+    (stopped(11, 11, 11), "is 11, expected 10. Take the mean loss."),
+    ([line.replace("30", "10") for line in stopped(10, 10, 10)], "should add up 30 gradients, and the ranks have (10,"),
+    ([*stopped(10), "", ""], "each rank should print one line `stopped after step ...`"),
+])  # fmt: skip
+def test_1_4b_rejects(outcome, because, printed, capsys):
+    printed(outcome)
+    assert_rejects(checks.exercise_1_4b, "early_stop.py", because, capsys)
 
 
 def test_1_4c_accepts(printed, capsys):

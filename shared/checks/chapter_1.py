@@ -356,44 +356,55 @@ def exercise_1_3c(script: str | Path) -> None:
 # --- Lesson 1.4: torchrun -------------------------------------------------------------------------------------------
 
 
-@exercise("1.4a", "the share of n times one process that was reached.")
-def exercise_1_4a(efficiency: Callable[[dict[int, float]], dict[int, float]]) -> None:
-    """efficiency({processes: samples per second}) -> {processes: share of the ideal}."""
-    seen = efficiency({1: 300.0, 2: 480.0, 4: 900.0})
-    if not isinstance(seen, dict) or sorted(seen) != [1, 2, 4]:
-        raise Wrong(f"return a dict with the same keys, 1, 2 and 4; yours is {seen!r}")
-    for n, expected in ((2, 0.8), (4, 0.75), (1, 1.0)):
-        hints = {  # what was returned, and what it is
-            n * expected: "That is the speed-up: divide it by the number of processes.",
-            1 / expected: "It is upside down: what was reached, over n times what one process reaches.",
-            100 * expected: "That is a percentage: return a share, 1.0 for all of it.",
-            300 * expected: "That is the rate of each process: divide it by the rate of one process alone.",
-        }
-        found = [hint for wrong, hint in hints.items() if isinstance(seen[n], float) and math.isclose(seen[n], wrong)]
-        expect_close(seen[n], expected, f"the efficiency on {n} process(es)", hint=" ".join(found))
+@exercise("1.4a", "in float32 a bug can look like rounding; float64 tells them apart.")
+def exercise_1_4a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> for each port in three_ports.json "rounding", "before the update" or "in the update"."""
+    answers = ("rounding", "before the update", "in the update")
+    seen = diagnose()
+    if not isinstance(seen, dict) or set(seen) != {"A", "B", "C"}:
+        raise Wrong(f"return a dict with the keys A, B and C; yours is {seen!r}")
+    if unknown := [answer for answer in seen.values() if answer not in answers]:
+        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, answers))}")
+    stays = "In float64 its gap is as large as in float32. Would rounding leave a gap of that size?"
+    first_loss = "Look at step 1. Its loss is computed before any update: does it agree with the reference?"
+    for port, expected, hints in (
+        ("A", "in the update", {"rounding": stays, "before the update": first_loss}),
+        ("B", "before the update", {"rounding": stays, "in the update": first_loss}),
+        ("C", "rounding", dict.fromkeys(answers, "Its gap grows in float32. What is left of it in float64?")),
+    ):
+        if seen[port] != expected:
+            raise Wrong(f"port {port} is not {seen[port]!r}. {hints[seen[port]]}")
 
 
-@exercise("1.4b", "float64 tells a bug from rounding.")
-def exercise_1_4b(verdict: Callable[[list[float], list[float], list[float], list[float]], str]) -> None:
-    """verdict(fp32, port32, fp64, port64), step losses of the reference and the port -> "same", "rounding" or "bug"."""
-    fp32, fp64 = [2.4683871, 4.1011681, 3.8245499], [2.468387098127, 4.101168243981, 3.824550164072]
-    tiny = [2.468387098127, 4.101168243982, 3.824550164075]
-    for port32, port64, expected, why in (
-        (list(fp32), list(fp64), "same", "all steps are equal"),
-        ([2.4683873, 4.1012, 3.8311], tiny, "rounding", "in float64 nothing is left of the difference"),
-        ([2.4683873, 4.15, 3.5], tiny, "rounding", "training may amplify rounding this far: see float64"),
-        ([2.4683871, 4.1421, 3.9], [fp64[0], 4.142098, 3.899871], "bug",
-         "the first step agrees, as it does where averaging was forgotten, but the second is off in float64 too"),
-        ([2.4784, 4.1011681, 3.8245499], [2.478403, *fp64[1:]], "bug", "the first step is off in float64 too"),
-        (list(fp32), [fp64[0], fp64[1] * (1 + 1e-7), fp64[2]], "bug", "1e-7 is more than rounding in float64 makes"),
-        ([2.4683871, 4.1011681], fp64[:2], "bug", "a step is missing"),
-    ):  # fmt: skip
-        seen = verdict(list(fp32), port32, list(fp64), port64)
-        if seen != expected:
-            raise Wrong(
-                f"for {port32} and in float64 {port64} against {fp32} and {fp64} you say {seen!r}, "
-                f"expected {expected!r}: {why}"
-            )
+@exercise("1.4b", "the decision to stop is shared, so no rank waits for one that has left.")
+def exercise_1_4b(script: str | Path) -> None:
+    """A script whose three ranks all print "stopped after step N", N being the first step with a mean below 0.5."""
+    try:
+        printed = run_ranks(script, 3)
+    except Wrong as error:
+        if not re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe|it hangs", str(error)):
+            raise
+        said = str(error)
+        raise Wrong(f"which ranks are still in the loop, and which have left it? {said[0].upper()}{said[1:]}") from None
+    found = [re.findall(r"stopped after step (\d+), with (\d+) gradients", text) for text in printed]
+    if [len(lines) for lines in found] != [1, 1, 1]:
+        raise Wrong("each rank should print one line `stopped after step ...`: keep the lines marked `keep`")
+    steps, gradients = zip(*((int(step), int(count)) for ((step, count),) in found), strict=True)
+    if len(set(steps)) > 1:
+        raise Wrong(f"the ranks stop after different steps, {steps}: take the decision from a value that they share")
+    if any(count != 3 * steps[0] for count in gradients):
+        raise Wrong(
+            f"{steps[0]} steps on 3 ranks should add up {3 * steps[0]} gradients, and the ranks have {gradients}: keep "
+            "the all_reduce of the gradient in each step, and let no other collective get mixed up with it"
+        )
+    hints = {  # the shared step, and what has decided it
+        4: "That is rank 0's own loss: the others have no say.",
+        9: "That is rank 1's own loss: the others have no say.",
+        13: "That is the largest loss, so the last rank decides. Take the mean.",
+        15: "That is the sum of the losses: divide it by the world size.",
+        20: "Nobody has stopped early: does the shared mean reach the `if`?",
+    }
+    expect_close(steps[0], 10, "the step after which all ranks stop", hint=hints.get(steps[0], "Take the mean loss."))
 
 
 @exercise("1.4c", "every rank reaches the collective, one rank speaks.")
