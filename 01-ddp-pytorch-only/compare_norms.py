@@ -1,7 +1,7 @@
 """Compare two ranks with one process for GroupNorm, BatchNorm and a BatchNorm whose statistics are global.
 
-Lesson 1.3 starts it with torchrun on two ranks. Rank 0 writes the differences to the JSON file that the command line
-names. `GlobalBatchNorm` shows what `torch.nn.SyncBatchNorm` does, which runs on GPUs only.
+Lesson 1.3 starts it with torchrun on two ranks. Rank 0 writes the differences to the JSON file named on the command
+line. `GlobalBatchNorm` shows what `torch.nn.SyncBatchNorm` does, which runs on GPUs only.
 """
 
 import json

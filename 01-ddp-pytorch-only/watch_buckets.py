@@ -1,7 +1,7 @@
 """Watch DistributedDataParallel during backward(): when each gradient is ready, and when each bucket is averaged.
 
 Lesson 1.3 starts it with torchrun. It trains ResNet-18 for three steps with each of four settings of DDP. Rank 0 writes
-what it has seen to the JSON file that the command line names. `draw` makes the lesson's picture of it.
+its times and sizes to the JSON file named on the command line. `draw` makes the lesson's picture of them.
 """
 
 import json
