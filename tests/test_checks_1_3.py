@@ -1,7 +1,7 @@
-"""The checks of lesson 1.3: the stub and plausible wrong answers are told apart from the right one, with help."""
+"""The checks of lesson 1.3 accept the right answer, and reject the stub and plausible wrong answers with help."""
 
 import json
-import random
+import re
 from pathlib import Path
 
 import pytest
@@ -17,121 +17,133 @@ def stub(*_):
     raise NotImplementedError
 
 
-def local_loss(losses, global_count, world_size):
-    return losses.sum() / global_count * world_size
+RIGHT_DIAGNOSIS = {"A": "own accuracy", "B": "none", "C": "bare model", "D": "padding", "E": "no set_epoch"}
 
 
-def my_samples(num_samples, world_size, rank, seed, epoch, done):
-    return shuffled(num_samples, seed + epoch)[done:][rank::world_size]
+def diagnosis(**changed):
+    return lambda: RIGHT_DIAGNOSIS | changed
+
+
+def test_right_diagnosis_is_accepted():
+    assert checks.exercise_1_3a(diagnosis(), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("diagnose", "help_in_message"),
+    [
+        (stub, "not done yet"),
+        (lambda: None, "return a dict with the keys A, B, C, D and E; yours is None"),
+        (diagnosis(A="none"), "for run A you say 'none'. Then nothing in its logs would be wrong"),
+        (diagnosis(A="bare model"), "for run A .* the two ranks' weights would differ. Is that so in run A?"),
+        (diagnosis(B="no set_epoch"), "for run B .* begin both epochs with the same samples"),
+        (diagnosis(C="own accuracy"), "for run C .* report different accuracies although their weights are equal"),
+        (diagnosis(E="padding"), "for run E .* train on more than the 101 samples"),
+        (diagnosis(D="padded"), "'padded', which is not one of own accuracy, bare model, padding"),
+    ],
+)
+def test_wrong_diagnosis_gets_help(diagnose, help_in_message):
+    with pytest.raises(AssertionError, match=help_in_message):
+        checks.exercise_1_3a(diagnose, strict=True)
+
+
+def test_the_five_runs_show_what_the_check_says(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (printed, _) = chapter_1.run_script(LESSON.with_name("five_runs.py"), 2)
+    assert re.findall("run (.)", printed) == list(RIGHT_DIAGNOSIS)
+    for run, lines in zip(RIGHT_DIAGNOSIS.values(), printed.split("run ")[1:], strict=True):
+        logs = re.findall(r"trained on (.+?) \.\.\. \((\d+) samples\)  sum of weights +(\S+)  accuracy (\S+)", lines)
+        (first, samples, weights, accuracies) = zip(*logs, strict=True)  # rank 0's two epochs, then rank 1's
+        assert (samples[0] + samples[2] != "5150") == (run == "padding")
+        assert (first[0] == first[1] and first[2] == first[3]) == (run == "no set_epoch")
+        assert (weights[:2] != weights[2:]) == (run == "bare model")
+        assert (accuracies[:2] != accuracies[2:]) == (run == "own accuracy")
+
+
+# --- exercise 1.3b: a small DDP ---------------------------------------------------------------------------------------
+
+MY_DDP = """
+import torch.distributed as dist
+
+def attach(model):
+    pending = []
+    def start(parameter):
+        work = dist.all_reduce(parameter.grad, async_op=True)
+        pending.append((parameter, work))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(start)
+    return pending
+
+def finish(pending):
+    for parameter, work in pending:
+        work.wait()
+        parameter.grad /= dist.get_world_size()
+    pending.clear()
+"""
+DIVIDE = "        parameter.grad /= dist.get_world_size()\n"
+WAIT = "        work.wait()\n"
+BY_HAND = """
+import torch.distributed as dist
+
+def attach(model):
+    return list(model.parameters())
+
+def finish(pending):
+    for parameter in pending:
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+"""
+WRONG_DDPS = {
+    "not divided": (MY_DDP.replace(DIVIDE, ""), "on rank 0, 4 of 4 gradients .* are the sum. Divide by the world size"),
+    "divided at once": (
+        MY_DDP.replace(DIVIDE, "").replace("        pending.append", DIVIDE + "        pending.append"),
+        "are the sum. Divide by the world size after `wait",
+    ),
+    "not waited for": (MY_DDP.replace(WAIT, ""), "half of this rank's own. You divided a gradient whose sum had not"),
+    "not emptied": (MY_DDP.replace("    pending.clear()\n", ""), "in step 2 .* half of the mean. Step 1 was right"),
+    "the loop's variable": (MY_DDP.replace("start(parameter)", "start(_)"), "3 of 4 gradients .* its last value"),
+    "not in the background": (
+        MY_DDP.replace(", async_op=True", "").replace(WAIT, ""),
+        "4 all-reduces made backward.. wait",
+    ),
+    "after backward": (BY_HAND, "no all-reduce had started when backward.. returned"),
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """What the two ranks saw of each script, all of them in one launch."""
+    folder = tmp_path_factory.mktemp("ddp")
+    scripts = {"right": MY_DDP, **{name: script for name, (script, _) in WRONG_DDPS.items()}}
+    for number, script in enumerate(scripts.values()):
+        (folder / f"{number}.py").write_text(script)
+    observed = chapter_1.watch_my_ddp(*(folder / f"{number}.py" for number in range(len(scripts))))
+    return dict(zip(scripts, observed, strict=True))
+
+
+def test_right_ddp_is_accepted(seen):
+    chapter_1.judge_my_ddp(seen["right"])
+
+
+@pytest.mark.parametrize("name", WRONG_DDPS)
+def test_wrong_ddp_gets_help(name, seen):
+    with pytest.raises(chapter_1.Wrong, match=WRONG_DDPS[name][1]):
+        chapter_1.judge_my_ddp(seen[name])
+
+
+def test_ddp_of_the_lesson_is_a_stub(tmp_path):
+    cells = ["".join(cell["source"]) for cell in json.loads(LESSON.read_text())["cells"]]
+    (cell,) = (cell for cell in cells if cell.startswith("%%writefile runs/lesson-1-3/my_ddp.py"))
+    (tmp_path / "my_ddp.py").write_text(cell.partition("\n")[2])
+    with pytest.raises(AssertionError, match="not done yet"):
+        checks.exercise_1_3b(tmp_path / "my_ddp.py", strict=True)
+
+
+# --- exercise 1.3c: what the two ranks report -------------------------------------------------------------------------
 
 
 def shuffled(num_samples, seed):
     return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
 
-
-def padded(num_samples, world_size, rank, seed, epoch, done):
-    order = shuffled(num_samples, seed + epoch)
-    return (order + order[: -num_samples % world_size])[rank::world_size]
-
-
-def tail_dropped(num_samples, world_size, rank, seed, epoch, done):
-    order = shuffled(num_samples, seed + epoch)
-    return order[: num_samples // world_size * world_size][rank::world_size]
-
-
-def dealt_then_shuffled(num_samples, world_size, rank, seed, epoch, done):
-    mine = list(range(num_samples))[rank::world_size]
-    random.Random(1000 * seed + epoch).shuffle(mine)
-    return mine
-
-
-def never_stopped(num_samples, world_size, rank, seed, epoch, done):
-    return my_samples(num_samples, world_size, rank, seed, epoch, 0)
-
-
-def dealt_then_cut(num_samples, world_size, rank, seed, epoch, done):
-    return my_samples(num_samples, world_size, rank, seed, epoch, 0)[done // world_size :]
-
-
-def cut_by_the_global_count(num_samples, world_size, rank, seed, epoch, done):
-    return my_samples(num_samples, world_size, rank, seed, epoch, 0)[done:]
-
-
-@pytest.mark.parametrize(
-    ("check", "answer"), [(checks.exercise_1_3a, local_loss), (checks.exercise_1_3b, my_samples)]
-)  # fmt: skip
-def test_right_answer_is_accepted(check, answer):
-    assert check(answer, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("check", "answer", "help_in_message"),
-    [
-        (checks.exercise_1_3a, stub, "not done yet"),
-        (
-            checks.exercise_1_3a,
-            lambda losses, n, world_size: losses.mean(),
-            r"7 samples dealt 4 \+ 3.* sum of this rank",
-        ),
-        (checks.exercise_1_3a, lambda losses, n, world_size: losses.sum() / n, "multiply by it"),
-        (checks.exercise_1_3a, lambda losses, n, world_size: losses.sum() / n / world_size, "multiply by it"),
-        (
-            checks.exercise_1_3a,
-            lambda losses, n, world_size: torch.tensor(losses.sum().item() / n * world_size, requires_grad=True),
-            "its gradient is not: compute with `losses` itself",
-        ),
-        (
-            checks.exercise_1_3a,
-            lambda losses, n, world_size: losses.mean() * len(losses) / n * world_size,
-            r"1 samples? dealt 1 \+ 0.* not a number",
-        ),
-        (
-            checks.exercise_1_3a,
-            lambda losses, n, world_size: losses.sum().item() / n * world_size,
-            "a tensor that backward",
-        ),
-        (checks.exercise_1_3a, lambda losses, n, world_size: losses / n * world_size, "one number a rank"),
-        (
-            checks.exercise_1_3a,
-            lambda losses, n, world_size: losses.sum() / n * world_size if len(losses) else torch.tensor(0.0),
-            r"1 samples dealt 1 \+ 0, rank 1 has tensor\(0\.\)\. The sum of an empty tensor is such a 0",
-        ),
-        (checks.exercise_1_3b, stub, "not done yet"),
-        (checks.exercise_1_3b, lambda n, world_size, rank, seed, epoch, done: None, "a list of sample numbers"),
-        (
-            checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch, done: torch.randperm(n).tolist()[rank::world_size],
-            "asked twice",
-        ),
-        (
-            checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch, done: shuffled(n, seed + epoch + 100 * rank)[rank::world_size],
-            "must not depend on the rank",
-        ),
-        (
-            checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch, done: shuffled(n, seed)[rank::world_size],
-            "epoch 1 has the same order as epoch 0",
-        ),
-        (
-            checks.exercise_1_3b,
-            lambda n, world_size, rank, seed, epoch, done: shuffled(n, seed * epoch)[rank::world_size],
-            "seeds 7 and 8 give the same order",
-        ),
-        (checks.exercise_1_3b, padded, "1 sample.s. go to two ranks: no padding"),
-        (checks.exercise_1_3b, tail_dropped, "3 sample.s. go to no rank"),
-        (checks.exercise_1_3b, dealt_then_shuffled, "shuffle first, then deal"),
-        (checks.exercise_1_3b, never_stopped, "12 of the done ones are dealt again, and 0 others to nobody"),
-        (checks.exercise_1_3b, dealt_then_cut, "2 of the done ones are dealt again.* Cut them off the front"),
-        (checks.exercise_1_3b, cut_by_the_global_count, "12 others to nobody.* counts the samples of all ranks"),
-    ],
-)
-def test_wrong_answer_gets_help(check, answer, help_in_message):
-    with pytest.raises(AssertionError, match=help_in_message):
-        check(answer, strict=True)
-
-
-# --- exercise 1.3c: what the two ranks report -------------------------------------------------------------------------
 
 ORDERS = [shuffled(1280, epoch) for epoch in (0, 1)]
 RIGHT = [[True] * 100 + [False] * 28, [True] * 90 + [False] * 37]  # of 128 and 127 images
@@ -166,7 +178,7 @@ def test_right_report_is_accepted(monkeypatch):
     [
         (
             reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[0]]),
-            "call sampler.set_epoch.*accuracy is looked at next",
+            "call sampler.set_epoch.*accuracy is checked next",
         ),
         (
             reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[1][:-2]]),
@@ -186,7 +198,7 @@ def test_wrong_report_gets_help(written, help_in_message, monkeypatch):
 
 def run_lesson_script(changes: dict[str, str], tmp_path: Path, monkeypatch) -> bool:
     """Run the check for real, on the lesson's own script with these changes."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two processes, also on a machine with one GPU
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # two processes, even on a machine with one GPU
     cells = ["".join(cell["source"]) for cell in json.loads(LESSON.read_text())["cells"]]
     (cell,) = (cell for cell in cells if cell.startswith("%%writefile runs/lesson-1-3/exercise.py"))
     script = cell.partition("\n")[2]
@@ -198,7 +210,7 @@ def run_lesson_script(changes: dict[str, str], tmp_path: Path, monkeypatch) -> b
     return checks.exercise_1_3c(path, strict=True)
 
 
-STUB = 'raise NotImplementedError("mend the two bugs below, then delete this line")'
+STUB = 'raise NotImplementedError("fix the two bugs below, then delete this line")'
 EPOCH = {"    orders.append([])": "    sampler.set_epoch(epoch)\n    orders.append([])"}
 ACCURACY_OF_ALL = "accuracy = distributed.global_sum(right.sum()) / distributed.global_sum(torch.tensor(len(right)))"
 
@@ -208,9 +220,9 @@ def test_script_of_the_lesson_is_a_stub(tmp_path, monkeypatch):
         run_lesson_script({}, tmp_path, monkeypatch)
 
 
-def test_mended_script_is_accepted(tmp_path, monkeypatch):
-    mended = {STUB: "", **EPOCH, "accuracy = right.sum() / len(right)": ACCURACY_OF_ALL}
-    assert run_lesson_script(mended, tmp_path, monkeypatch)
+def test_fixed_script_is_accepted(tmp_path, monkeypatch):
+    fixed = {STUB: "", **EPOCH, "accuracy = right.sum() / len(right)": ACCURACY_OF_ALL}
+    assert run_lesson_script(fixed, tmp_path, monkeypatch)
 
 
 def test_collective_inside_an_if_gets_help(tmp_path, monkeypatch):

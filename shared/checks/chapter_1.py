@@ -245,84 +245,156 @@ def exercise_1_2c(script: str | Path) -> None:
 
 # --- Lesson 1.3: DistributedDataParallel ----------------------------------------------------------------------------
 
+# What the logs of a run with this mistake show.
+SYMPTOMS = {
+    "own accuracy": "the two ranks would report different accuracies although their weights are equal",
+    "bare model": "the two ranks' weights would differ",
+    "padding": "the two ranks together would train on more than the 101 samples that there are",
+    "no set_epoch": "each rank would begin both epochs with the same samples",
+    "none": "nothing in its logs would be wrong: look at weights, accuracies, numbers of samples, and both epochs",
+}
 
-@exercise("1.3a", "the ranks' average is the mean over the global batch, an empty rank included.")
-def exercise_1_3a(local_loss: Callable[[torch.Tensor, int, int], torch.Tensor]) -> None:
-    """local_loss(this rank's losses, global count, world size) -> what the rank calls backward() on."""
-    for num_samples, world_size in ((8, 2), (7, 2), (7, 4), (1, 2)):
-        losses = torch.arange(1, num_samples + 1, dtype=torch.float64).square().requires_grad_()
-        shards = [losses[rank::world_size] for rank in range(world_size)]
-        dealt = " + ".join(str(len(shard)) for shard in shards)
-        where = f"with {num_samples} samples dealt {dealt}, the ranks' average"
-        shares = [local_loss(shard, num_samples, world_size) for shard in shards]
-        for rank, share in enumerate(shares):
-            if not (isinstance(share, torch.Tensor) and share.dim() == 0 and share.requires_grad):
-                hint = (
-                    ". The sum of an empty tensor is such a 0; you need no special case" if rank >= num_samples else ""
-                )
+
+@exercise("1.3a", "each mistake leaves its trace in the ranks' logs, if the logs hold the right numbers.")
+def exercise_1_3a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> the mistake in each of the runs A to E, one of SYMPTOMS."""
+    seen = diagnose()
+    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E"]:
+        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    for run, mistake in {
+        "A": "own accuracy",
+        "B": "none",
+        "C": "bare model",
+        "D": "padding",
+        "E": "no set_epoch",
+    }.items():
+        if seen[run] not in SYMPTOMS:
+            raise Wrong(f"for run {run} you say {seen[run]!r}, which is not one of {', '.join(SYMPTOMS)}")
+        if seen[run] != mistake:
+            raise Wrong(f"for run {run} you say {seen[run]!r}. Then {SYMPTOMS[seen[run]]}. Is that so in run {run}?")
+
+
+# Runs under torchrun: takes two steps with each learner's file, and writes what it saw to FOLDER/rank-R.json.
+WATCH_MY_DDP = """
+import json, runpy, sys
+import torch, torch.distributed as dist, torch.nn.functional as F
+from torch import nn
+from shared import datasets, distributed
+
+worker = distributed.join(timeout_s=20)
+images, labels = datasets.load("digits").train.tensors
+really_all_reduce, calls = dist.all_reduce, []
+
+class Work:  # the sum arrives as late as it may, in wait(), or as early as it may, in the call itself
+    def __init__(self, tensor, op, group, late):
+        self.tensor, self.total = tensor, tensor.detach().clone() if late else None
+        self.work = really_all_reduce(self.total if late else tensor, op, group, async_op=True)
+        if not late:
+            self.work.wait()
+    def wait(self, *timeout):
+        self.work.wait(*timeout)
+        if self.total is not None:
+            self.tensor.detach().copy_(self.total)
+        self.total = None
+        return True
+    def __getattr__(self, name):
+        return getattr(self.work, name)
+
+def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    calls.append(async_op)
+    return Work(tensor, op, group, late) if async_op else really_all_reduce(tensor, op, group)
+
+def mean_over_ranks(gradient):
+    total = gradient.clone()
+    really_all_reduce(total)
+    return total / worker.world_size
+
+def kind(gradient, own, mean):
+    same = lambda other: gradient is not None and torch.allclose(gradient, other, rtol=1e-9, atol=1e-12)
+    values = {"the mean": mean, "this rank's own": own, "the sum": 2 * mean, "half of the mean": mean / 2}
+    values["half of this rank's own"] = own / 2
+    return next((name for name, value in values.items() if same(value)), "something else")
+
+def watch(path):
+    global late
+    dist.all_reduce = all_reduce
+    functions = runpy.run_path(path)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()
+    parameters, steps = list(model.parameters()), []
+    pending = functions["attach"](model)
+    for step, late in enumerate((True, False)):
+        rows = slice(64 * step + worker.rank, 64 * step + 64, 2)
+        loss = lambda: F.cross_entropy(model(images[rows].double()), labels[rows])
+        own = torch.autograd.grad(loss(), parameters)
+        calls.clear()
+        model.zero_grad()
+        loss().backward()
+        during_backward = list(calls)
+        functions["finish"](pending)
+        means = [mean_over_ranks(gradient) for gradient in own]
+        kinds = [kind(p.grad, gradient, mean) for p, gradient, mean in zip(parameters, own, means)]
+        steps.append({"kinds": kinds, "async_ops": during_backward})
+    dist.all_reduce = really_all_reduce
+    return steps
+
+folder, *paths = sys.argv[1:]
+with open(f"{folder}/rank-{worker.rank}.json", "w") as file:
+    json.dump([watch(path) for path in paths], file)
+distributed.leave()
+"""
+
+
+def watch_my_ddp(*scripts: str | Path) -> list[list]:
+    """Let two ranks take two steps with each script. Return for each script what each rank saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        watcher = Path(folder) / "watch.py"
+        watcher.write_text(WATCH_MY_DDP)
+        run_ranks(watcher, 2, folder, *map(str, scripts))
+        by_rank = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return [list(seen) for seen in zip(*by_rank, strict=True)]
+
+
+def judge_my_ddp(seen: list[list[dict]]) -> None:
+    """Raise Wrong unless all gradients are means on each rank in each step, and were summed in the background."""
+    hints = {
+        "the sum": "Divide by the world size after `wait()`. Before it the tensor belongs to the all-reduce.",
+        "this rank's own": "Does each `.grad` go to an all-reduce, and does `finish` wait for each of them? A hook "
+        "that uses the loop's variable sees its last value in every call: PyTorch passes the parameter to the hook.",
+        "half of this rank's own": "You divided a gradient whose sum had not arrived.",
+        "half of the mean": "You divided it twice.",
+        "something else": "Sum each `.grad` over the ranks once, then divide it by the world size.",
+    }
+    for step, rank in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        kinds = seen[rank][step]["kinds"]
+        for kind, hint in hints.items():
+            if kind in kinds:
+                if step == 1:
+                    hint = "Step 1 was right: does `finish` leave `pending` empty for the next step?"
                 raise Wrong(
-                    "return one number a rank, as a tensor that backward() can be called on; "
-                    f"with {num_samples} samples dealt {dealt}, rank {rank} has {share!r}{hint}"
+                    f"in step {step + 1} on rank {rank}, {kinds.count(kind)} of {len(kinds)} gradients should be the "
+                    f"mean over the ranks, and are {kind}. {hint}"
                 )
-        average, mean = sum(shares).item() / world_size, losses.mean().item()
-        if math.isnan(average):
-            raise Wrong(f"{where} is not a number: the mean of no samples is 0 / 0. Use a sum")
-        hint = "Divide the sum of this rank's losses by the global count."
-        if any(math.isclose(average * factor, mean) for factor in (world_size, world_size**2)):
-            hint = "DDP divides by the world size: multiply by it."
-        expect_close(average, mean, where, hint=hint)
-        (gradient,) = torch.autograd.grad(sum(shares) / world_size, losses, allow_unused=True)
-        if gradient is None or not torch.allclose(gradient, torch.full_like(gradient, 1 / num_samples)):
-            raise Wrong(f"{where} is right, its gradient is not: compute with `losses` itself, not with a copy")
+    started = seen[0][0]["async_ops"]
+    if not started:
+        raise Wrong(
+            "all gradients are right, but no all-reduce had started when backward() returned. That is averaging by "
+            "hand: start each one in a hook on its parameter"
+        )
+    if not all(started):
+        raise Wrong(
+            f"all gradients are right, but {started.count(False)} all-reduces made backward() wait. Start them in the "
+            "background (section 2), and wait in `finish`"
+        )
 
 
-@exercise("1.3b", "one order for all ranks, a new one each epoch, and every sample has one owner, also after a stop.")
-def exercise_1_3b(my_samples: Callable[[int, int, int, int, int, int], list[int]]) -> None:
-    """my_samples(num_samples, world_size, rank, seed, epoch, done) -> what this rank has still to train on."""
-
-    def ask(num_samples: int, world_size: int, rank: int, seed: int, epoch: int, done: int = 0) -> list[int]:
-        answer = my_samples(num_samples, world_size, rank, seed, epoch, done)
-        try:
-            return [int(index) for index in answer]
-        except TypeError:
-            raise Wrong(f"return a list of sample numbers, not {answer!r}") from None
-
-    if ask(40, 2, 0, 7, 1) != ask(40, 2, 0, 7, 1):
-        raise Wrong("asked twice for the same epoch, it gives two orders: give torch.randperm a generator with a seed")
-    for num_samples, world_size in ((40, 2), (40, 4), (11, 4)):
-        for epoch in (0, 1):
-            shards = [ask(num_samples, world_size, rank, 7, epoch) for rank in range(world_size)]
-            dealt = [index for shard in shards for index in shard]
-            missing, extra = num_samples - len(set(dealt)), len(dealt) - len(set(dealt))
-            if sorted(dealt) == list(range(num_samples)):
-                continue
-            seen = f"with {num_samples} samples and {world_size} ranks"
-            if missing == 0:
-                raise Wrong(f"{seen} {extra} sample(s) go to two ranks: no padding, ranks may differ by one sample")
-            if extra == 0:
-                raise Wrong(f"{seen} {missing} sample(s) go to no rank: start at `rank`, take every `world_size`-th")
-            raise Wrong(
-                f"{seen} {missing} sample(s) go to no rank and {extra} are dealt twice. All ranks must draw the same "
-                "order: its seed must not depend on the rank"
-            )
-    first, second = ask(40, 2, 0, 7, 0), ask(40, 2, 0, 7, 1)
-    if first == second:
-        raise Wrong("epoch 1 has the same order as epoch 0: let the epoch be part of the generator's seed")
-    if first == ask(40, 2, 0, 8, 0):
-        raise Wrong("seeds 7 and 8 give the same order in epoch 0: let `seed` be part of it in every epoch")
-    if set(first) == set(second):
-        raise Wrong("rank 0 has the same samples in both epochs, only in another order: shuffle first, then deal")
-    # A run of one process stopped after `done` samples; `world_size` ranks share what is left.
-    for num_samples, world_size, done in ((40, 2, 12), (40, 4, 6), (11, 4, 9)):
-        trained = set(ask(num_samples, 1, 0, 7, 1)[:done])
-        dealt = [index for rank in range(world_size) for index in ask(num_samples, world_size, rank, 7, 1, done)]
-        again, missing = len(trained & set(dealt)), num_samples - len(trained | set(dealt))
-        seen = f"{done} of {num_samples} samples are done, {world_size} ranks go on:"
-        hint = "`done` counts the samples of all ranks. Cut them off the front of the whole order, then deal the rest"
-        if again or missing:
-            raise Wrong(f"{seen} {again} of the done ones are dealt again, and {missing} others to nobody. {hint}")
-        if len(dealt) != num_samples - done:
-            raise Wrong(f"{seen} {len(dealt)} are dealt where {num_samples - done} are left: each to one rank only")
+@exercise("1.3b", "every all-reduce starts while backward() runs: this is DDP with one bucket per gradient.")
+def exercise_1_3b(script: str | Path) -> None:
+    """A file with attach(model) -> pending, and finish(pending), which leaves the ranks' mean in each `.grad`."""
+    if "raise NotImplementedError" in Path(script).read_text():
+        raise NotImplementedError
+    (seen,) = watch_my_ddp(script)
+    judge_my_ddp(seen)
 
 
 @exercise("1.3c", "a new order each epoch, and one accuracy that all ranks agree on.")
@@ -340,12 +412,12 @@ def exercise_1_3c(script: str | Path) -> None:
         if sorted(index for order in orders for index in order) != list(range(1280)):
             raise Wrong(f"in epoch {epoch} the two ranks together did not see each of the 1280 samples once")
     if any(report["orders"][0] == report["orders"][1] for report in reports):
-        mending = "call sampler.set_epoch(epoch) before each (the accuracy is looked at next)"
-        raise Wrong(f"both epochs have the same order: {mending}")
+        fix = "call sampler.set_epoch(epoch) before each (the accuracy is checked next)"
+        raise Wrong(f"both epochs have the same order: {fix}")
     own = [sum(report["right"]) / len(report["right"]) for report in reports]
     mean = sum(sum(report["right"]) for report in reports) / sum(len(report["right"]) for report in reports)
     for rank, report in enumerate(reports):
-        hint = "Add up hits and samples over all ranks, and divide once."
+        hint = "Add up hits and samples over all ranks, then divide once."
         if math.isclose(report["accuracy"], own[rank], rel_tol=1e-6):
             hint = "That is the accuracy on this rank's own part. " + hint
         elif math.isclose(report["accuracy"], sum(own) / 2, rel_tol=1e-6):
