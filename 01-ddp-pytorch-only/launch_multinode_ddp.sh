@@ -60,7 +60,9 @@ while (($#)); do
         --port) port=$2 && shift ;;
         --hostfile)
             [[ -f $2 && -r $2 ]] || fail "cannot read the hostfile $2"
+            ! LC_ALL=C grep -q $'[\xfe\xff]' "$2" || fail "the hostfile $2 is not UTF-8: save it as UTF-8" # UTF-16?
             mapfile -t lines <"$2" && shift
+            lines[0]=${lines[0]-} && lines[0]=${lines[0]#$'\xef\xbb\xbf'} # a byte order mark
             for line in "${lines[@]%%#*}"; do
                 read -ra words <<<"${line%$'\r'}"
                 hosts+=("${words[@]}")

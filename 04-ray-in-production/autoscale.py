@@ -17,10 +17,8 @@ import json
 import os
 import re
 import secrets
-import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -31,10 +29,11 @@ import psutil
 os.environ["RAY_AUTH_MODE"] = "token"  # for this cluster alone; ray reads it on import
 os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 import ray
-from elastic import LIMIT_S, ROOT, machine, process
+from elastic import LIMIT_S, ROOT, exit_on_signals, machine, process, ray_folder
 
 from shared.on_ray.cluster import kill
 from shared.rendezvous import free_port
+from shared.script import run_main
 
 IDLE_S, STEPS = 15, 4
 TRAINING = ["--num-workers", "2", "--no-use-gpu", "--model", "mlp", "--run-name", "autoscale", "--max-steps", STEPS]
@@ -47,8 +46,8 @@ def main() -> None:
         "--out", type=Path, metavar="FILE", help="write a record to FILE, or to a file in FOLDER, as JSON"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all child processes are ended
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, cluster(folder) as address:
+    exit_on_signals()
+    with ray_folder() as folder, cluster(folder) as address:
         changes, started, ended = train_and_watch(folder, address)
     up, down = time_of(changes, nodes=2) - started, changes[-1]["seconds"] - ended
     print(f"two nodes {up:.1f} s after the work arrived, none {down:.1f} s after it was done")
@@ -65,8 +64,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def cluster(folder: str) -> Iterator[str]:
-    """Run a head without CPUs and its autoscaler, and yield the head's address."""
-    os.environ["RAY_TMPDIR"] = folder  # its own files and ports, so that it does not disturb Ray on this machine
+    """Run a head without CPUs and its autoscaler on ports of its own, and yield the head's address."""
     address = f"{ray.util.get_node_ip_address()}:{free_port()}"
     config = {
         "cluster_name": "autoscale",
@@ -181,4 +179,4 @@ def time_of(changes: list[dict], nodes: int) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -30,6 +30,8 @@ from ray.cluster_utils import Cluster
 from shared.distributed import Worker
 from shared.doctor import cpu_name
 from shared.on_ray import storage
+from shared.paths import ray_temp_dir
+from shared.script import run_main
 
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5
@@ -44,8 +46,8 @@ def main() -> None:
         "--out", type=Path, metavar="FILE", help="write the measurements to FILE, or to a file in FOLDER, as JSON"
     )
     args = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that all child processes are ended
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+    exit_on_signals()
+    with ray_folder() as folder:
         steps, changes, losses = train_on_changing_nodes(folder)
         expected = train_in_one_process(folder, len(losses))
     phases = [list(phase) for _, phase in groupby(steps, key=lambda step: step[2])]
@@ -67,6 +69,26 @@ def main() -> None:
         args.out.write_text(json.dumps(record, indent=1) + "\n")
     assert all(0 <= change["replayed"] <= SAVE_EVERY for change in changes), changes
     assert difference < 1e-9
+
+
+def exit_on_signals() -> None:
+    """End by an exception on SIGTERM and SIGHUP, so that all child processes are ended too."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+
+
+@contextlib.contextmanager
+def ray_folder() -> Iterator[str]:
+    """Make a temporary folder, and let Ray use it: this cluster must not replace a running one in Ray's address file.
+
+    Raises UsageError if Ray could not work in it.
+    """
+    parent = ray_temp_dir("tmp12345678")
+    os.makedirs(parent, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent, ignore_cleanup_errors=True) as folder:
+        os.environ["RAY_TMPDIR"] = folder
+        yield folder
 
 
 def machine() -> dict:
@@ -95,7 +117,6 @@ def train_on_changing_nodes(folder: str) -> tuple[list[tuple[float, int, int]], 
         changes.append({"what": what, "time": time.time()})
         print(f"{what}, after {steps()[-1][1]} steps", flush=True)
 
-    os.environ["RAY_TMPDIR"] = folder  # otherwise this cluster would replace a running one in Ray's address file
     node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
     nodes = Cluster(
         initialize_head=True, head_node_args={**node, "num_cpus": 0, "include_dashboard": False, "dashboard_port": None}
@@ -146,4 +167,4 @@ def process(command: list, variables: dict[str, str], output: Path) -> Iterator[
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -1,5 +1,6 @@
 """Is this machine ready for the workshop? `python -m shared.doctor` says [OK] or [FAIL] with the fix."""
 
+import importlib
 import os
 import platform
 import re
@@ -9,18 +10,20 @@ from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 
-import joblib
-import psutil
-import torch
-from packaging.requirements import Requirement
+from shared import paths
+from shared.errors import UsageError
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
 CGROUP = Path("/sys/fs/cgroup")  # where Linux keeps a container's limits
-FIX_PACKAGES = f"{Path(sys.executable).name} -m pip install -r requirements.txt"
+PYTHON = Path(sys.executable).name
+FIX_PACKAGES = f"{PYTHON} -m pip install -r requirements.txt"
 
 
 def wrong_packages(requirements: Path) -> list[str]:
     """The pins of a requirements file that this environment does not meet, in words."""
+    from packaging.requirements import Requirement
+    from packaging.version import InvalidVersion, Version
+
     wrong = []
     for line in requirements.read_text().splitlines():
         line = line.partition("#")[0].strip()
@@ -28,12 +31,15 @@ def wrong_packages(requirements: Path) -> list[str]:
             continue
         pin = Requirement(line)
         try:
-            installed = metadata.version(pin.name)
+            installed = Version(metadata.version(pin.name))
         except metadata.PackageNotFoundError:
             wrong.append(f"{pin.name} is missing")
             continue
+        except (TypeError, InvalidVersion):  # an interrupted installation: the version is None, or no version
+            wrong.append(f"{pin.name} is damaged (its metadata name no valid version)")
+            continue
         # A local label such as +cu130 says how a release was built, not which one it is.
-        if not pin.specifier.contains(installed.partition("+")[0], prereleases=True):
+        if not pin.specifier.contains(installed.public, prereleases=True):
             wrong.append(f"{pin.name} is {installed}, not {pin.specifier}")
     return wrong
 
@@ -46,6 +52,8 @@ def cpu_name() -> str:
 
 def memory() -> tuple[int, int]:
     """(free, total) bytes of memory that this process may use: the machine's, or a container's part of them."""
+    import psutil
+
     machine = psutil.virtual_memory()
     free, total = machine.available, machine.total
     for limit, used, statistics in (
@@ -69,25 +77,17 @@ def findings() -> Iterator[tuple[bool, str]]:
     else:
         yield False, f"Python {version} is too old: install 3.11 or newer, then `make lab`"
 
-    if not REQUIREMENTS.exists():
-        yield False, "`shared` is not installed from the workshop's folder: run `pip install -e .` there"
-    elif wrong := wrong_packages(REQUIREMENTS):
-        yield False, f"packages: {'; '.join(wrong)}. Run `{FIX_PACKAGES}` in the workshop's folder"
-    else:
-        yield True, f"packages as pinned (torch {torch.__version__})"
-
-    cpus = joblib.cpu_count()  # those that this process, its container and its job may use
-    if cpus >= 2:
-        yield True, f"{cpus} CPUs"
-    else:
-        yield False, "1 CPU: everything runs, and two processes will be slower than one. Use a machine with two or more"
-
-    available, total = memory()
-    amount = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB memory free"
-    if available >= 3 * 2**30:
-        yield True, amount
-    else:
-        yield False, f"{amount}: lessons need 3 GiB. Close other programs, or shut down other notebooks' kernels"
+    # Each check imports its package itself, so that a broken one hides none of the other findings.
+    checks = {"packaging": check_packages, "joblib": check_cpus, "psutil": check_memory, "torch": check_gpus}
+    for name, check_with_package in checks.items():
+        try:
+            importlib.import_module(name)
+        except Exception as error:  # missing, or it lacks a library: OSError, RuntimeError
+            reason = str(error).partition("\n")[0]
+            fix = f"`{PYTHON} -m pip uninstall -y {name}`, then `{FIX_PACKAGES}` in the workshop's folder"
+            yield False, f"{name} cannot be imported ({reason}). Run {fix}"
+        else:
+            yield from check_with_package()
 
     free = shutil.disk_usage(REQUIREMENTS.parent).free / 2**30
     if free >= 2:
@@ -95,13 +95,58 @@ def findings() -> Iterator[tuple[bool, str]]:
     else:
         yield False, f"{free:.1f} GiB disk free: checkpoints need 2 GiB. Delete old `runs/` folders"
 
+    try:
+        paths.ray_temp_dir()
+    except UsageError as error:
+        yield False, str(error)
+
+
+def check_packages() -> Iterator[tuple[bool, str]]:
+    """Compare the installed packages with their pins."""
+    if not REQUIREMENTS.exists():
+        yield False, "`shared` is not installed from the workshop's folder: run `pip install -e .` there"
+    elif wrong := wrong_packages(REQUIREMENTS):
+        yield False, f"packages: {'; '.join(wrong)}. Run `{FIX_PACKAGES}` in the workshop's folder"
+    else:
+        yield True, f"packages as pinned (torch {metadata.version('torch')})"
+
+
+def check_cpus() -> Iterator[tuple[bool, str]]:
+    """Count the CPUs that this process, its container and its job may use."""
+    import joblib
+
+    cpus = joblib.cpu_count()
+    if cpus >= 2:
+        yield True, f"{cpus} CPUs"
+    else:
+        yield False, "1 CPU: everything runs, and two processes will be slower than one. Use a machine with two or more"
+
+
+def check_memory() -> Iterator[tuple[bool, str]]:
+    """Ask for the free memory."""
+    available, total = memory()
+    amount = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB memory free"
+    if available >= 3 * 2**30:
+        yield True, amount
+    else:
+        yield False, f"{amount}: lessons need 3 GiB. Close other programs, or shut down other notebooks' kernels"
+
+
+def check_gpus() -> Iterator[tuple[bool, str]]:
+    """Name each GPU, if PyTorch sees any."""
+    import torch
+
     if not torch.cuda.is_available():
         yield True, "no GPU: the lessons use the CPU, and the same code uses GPUs where there are any"
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        with torch.cuda.device(index):
-            bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16 (use fp32)"
-        yield True, f"GPU {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}"
+        try:
+            properties = torch.cuda.get_device_properties(index)
+            with torch.cuda.device(index):
+                bf16 = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "no bf16 (use fp32)"
+            yield True, f"GPU {index}: {properties.name}, {properties.total_memory / 2**30:.0f} GiB, {bf16}"
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            yield False, f"GPU {index}: {reason}. Who else uses it? `nvidia-smi`; or hide it: CUDA_VISIBLE_DEVICES="
 
 
 def check() -> bool:

@@ -1,4 +1,4 @@
-"""How every training script starts and ends: one line for a mistake, a clean end on Ctrl-C and SIGTERM."""
+"""How every training script starts and ends: one line for a mistake, a clean end on Ctrl-C, SIGTERM and SIGHUP."""
 
 import contextlib
 import os
@@ -21,18 +21,21 @@ STOPPING = threading.Event()
 
 
 def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lambda: None) -> None:
-    """From now on Ctrl-C and SIGTERM end this process within seconds, with exit code 128 + signal.
+    """From now on Ctrl-C, SIGTERM and a closed terminal end this process within seconds, with exit code 128 + signal.
 
     Rank 0 first says what is saved of `run` and how to continue it, then `clean_up` is called. Neither can keep the
     process from ending: storage that does not answer, a closed standard output or an error gets a few seconds each. A
     thread takes the signal: Python runs signal handlers in the main thread only, and that may be waiting in a
     collective for a rank that has gone. The thread hears of every signal that has a handler, including the SIGCHLD of
-    a DataLoader's workers.
+    a DataLoader's workers. Under `nohup`, which ignores SIGHUP, a closed terminal ends nothing.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    stops = {signal.SIGINT, signal.SIGTERM}
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        stops.add(signal.SIGHUP)
+    for number in stops:
         signal.signal(number, lambda *_: STOPPING.set())
 
     def say(name: str, pool: ThreadPoolExecutor) -> None:
@@ -43,7 +46,7 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
         pool.submit(worker.log, f"stopped by {name}: {hint}").result(timeout=5)
 
     def wait() -> None:
-        while (number := os.read(read_end, 1)[0]) not in (signal.SIGINT, signal.SIGTERM):
+        while (number := os.read(read_end, 1)[0]) not in stops:
             pass
         STOPPING.set()
         try:

@@ -285,6 +285,36 @@ def test_a_signal_ends_a_run_whatever_fails(tmp_path):
         assert lines == ([] if said is None else [f"[rank 0/1] stopped by SIGINT: {said}"])
 
 
+SIGNALLED = """
+import os, signal, sys, time
+from shared import runs, script
+from shared.distributed import Worker
+
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+    for handler in (signal.SIG_DFL, signal.SIG_IGN):
+        if (child := os.fork()) == 0:
+            signal.signal(number, handler)
+            script.stop_on_signals(Worker(), runs.Run("runs/mine"))
+            os.kill(os.getpid(), number)
+            time.sleep(1 if (number, handler) == (signal.SIGHUP, signal.SIG_IGN) else 600)
+            os._exit(0)
+        print(number.name, handler.name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_every_signal_that_ends_a_process_ends_a_run_with_its_hint_except_a_closed_terminal_under_nohup():
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=600)
+    lines = done.stdout.splitlines()
+    said = [
+        f"[rank 0/1] stopped by {name}: nothing was saved yet" for name in ("SIGHUP", *2 * ["SIGINT"], *2 * ["SIGTERM"])
+    ]
+    assert [line for line in lines if line.startswith("[")] == said, done.stdout + done.stderr
+    assert [line for line in lines if not line.startswith("[")] == [
+        "SIGHUP SIG_DFL 129", "SIGHUP SIG_IGN 0", "SIGINT SIG_DFL 130", "SIGINT SIG_IGN 130", "SIGTERM SIG_DFL 143",
+        "SIGTERM SIG_IGN 143",
+    ]  # fmt: skip
+
+
 LOADS_WITH_WORKERS = """
 import sys
 from torch.utils.data import DataLoader

@@ -3,15 +3,20 @@
 import argparse
 import json
 import os
+import signal
 import subprocess
 import time
+from datetime import datetime
 
 import psutil
 import pytest
 import ray
+from ray._private.utils import validate_socket_filepath
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError, RayActorError
+from runs import ROOT, refused_here
 
+from shared import paths
 from shared.distributed import Worker
 from shared.errors import RunFailed, UsageError
 from shared.on_ray import cluster, workers
@@ -174,6 +179,70 @@ def test_the_reason_is_the_exception_and_not_a_warning_behind_it():
     text = "\x1b[36mray::train()\x1b[0m\n  ...\nRuntimeError: Gloo connectFullMesh failed\n[W socket.cpp] no name\n"
     failed = ray.train.WorkerGroupError("", {0: ValueError(text)})
     assert workers.reason_of(failed) == "the worker of rank 0 failed: RuntimeError: Gloo connectFullMesh failed"
+
+
+LONG = "/tmp/" + 60 * "a"  # as Slurm's folder of a job may be
+
+
+@pytest.mark.parametrize(("variables", "words"), [
+    ({"TMPDIR": LONG}, "TMPDIR=/tmp/aaaa.* is too long by .* bytes for Ray's sockets: set RAY_TMPDIR to a shorter"),
+    ({"RAY_TMPDIR": LONG}, "RAY_TMPDIR=/tmp/aaaa.* is too long by"),
+    ({"RAY_TMPDIR": LONG, "TMPDIR": "/tmp"}, "RAY_TMPDIR=/tmp/aaaa.* is too long by"),
+    ({"TMPDIR": "/tmp/" + 20 * "ä"}, "TMPDIR=/tmp/ää.* is too long by"),  # bytes count, not characters
+    ({"TMPDIR": "tmp"}, "TMPDIR=tmp is not an absolute path: set RAY_TMPDIR to"),
+    ({"TMPDIR": ""}, "TMPDIR= is not an absolute path"),
+    ({"RAY_TMPDIR": "~/tmp"}, "RAY_TMPDIR=~/tmp is not an absolute path"),
+    ({"TMPDIR": __file__}, r"Ray cannot write to .*test_cluster\.py \(TMPDIR="),
+    ({"TMPDIR": "/dev/null/below"}, r"Ray cannot write to /dev/null \(TMPDIR="),
+    ({"RAY_TMPDIR": "/proc/none"}, "Ray cannot write|cannot join Ray at local"),  # root may write there, by os.access
+])  # fmt: skip
+def test_a_temporary_folder_in_which_ray_could_not_work_is_refused(variables, words, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    kept = {name: value for name, value in os.environ.items() if name not in ("RAY_TMPDIR", "TMPDIR", "RAY_ADDRESS")}
+    monkeypatch.setattr(os, "environ", kept | variables)
+    with pytest.raises(UsageError, match=words) as caught:
+        cluster.start(1)
+    assert "\n" not in str(caught.value) and not ray.is_initialized()
+    assert cluster.start(0, use_gpu=False) is False  # local mode needs no Ray
+
+
+@pytest.mark.parametrize("variables", [
+    {}, {"TMPDIR": LONG, "RAY_TMPDIR": "/tmp"}, {"TMPDIR": "/tmp/" + 30 * "a"}, {"TMPDIR": "/tmp/none/yet"},
+])  # fmt: skip
+def test_a_temporary_folder_in_which_ray_works(variables, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(variables))
+    assert paths.ray_temp_dir() == variables.get("RAY_TMPDIR", variables.get("TMPDIR", "/tmp"))
+
+
+def test_the_longest_temporary_folder_is_the_longest_that_ray_takes(monkeypatch):
+    name = f"ray/session_{datetime.today().strftime('%Y-%m-%d_%H-%M-%S_%f')}_{os.getpid()}/sockets/plasma_store"
+    for length in range(20, 60):
+        monkeypatch.setenv("RAY_TMPDIR", folder := "/tmp/" + length * "a")
+        problems = []
+        for check in (lambda: validate_socket_filepath(f"{folder}/{name}"), paths.ray_temp_dir):
+            try:
+                check()
+            except (OSError, UsageError) as error:
+                problems.append(error)
+        assert len(problems) in (0, 2), length
+
+
+def test_a_temporary_folder_that_a_different_user_owns(monkeypatch, tmp_path):
+    (tmp_path / "ray").mkdir()
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr(paths, "SOCKET_BYTES", 1000)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path / "ray")  # root may write everywhere
+    with pytest.raises(UsageError, match=r"Ray cannot write to .*/ray .*: set RAY_TMPDIR to a folder of your own"):
+        paths.ray_temp_dir()
+
+
+def test_a_cluster_of_several_nodes_is_refused_in_a_long_tmpdir_too(monkeypatch, tmp_path):
+    (folder := tmp_path / (70 * "a")).mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of pytest's process
+    line = refused_here(ROOT / "04-ray-in-production/elastic.py")
+    assert line.startswith(f"elastic.py: error: TMPDIR={folder} is too long") and not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(("address", "words"), [

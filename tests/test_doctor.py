@@ -8,6 +8,8 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import joblib
+import psutil
 import pytest
 import torch
 
@@ -21,14 +23,15 @@ Disk = collections.namedtuple("Disk", "total used free")
 @pytest.fixture(autouse=True)
 def good_machine(monkeypatch):
     """Every test starts on a machine where all is well, whatever this one is; each then breaks one thing."""
-    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 2)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 2)
     monkeypatch.setattr(doctor, "CGROUP", Path("no container"))
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(16 * GIB, 8 * GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(16 * GIB, 8 * GIB))
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: Disk(100 * GIB, 0, 50 * GIB))
     monkeypatch.setattr(metadata, "version", installed_as_pinned)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")
 
 
 def installed_as_pinned(name: str) -> str:
@@ -92,6 +95,52 @@ def test_how_a_release_was_built_is_no_difference(tmp_path, installed, version, 
     assert (doctor.wrong_packages(requirements) == []) == fits
 
 
+@pytest.mark.parametrize("version", [None, "", "unknown"])
+def test_a_package_without_a_valid_version_is_damaged(tmp_path, installed, version):
+    """As an interrupted `pip install` leaves it: a folder of metadata in which the file METADATA is missing or cut."""
+    requirements = tmp_path / "requirements.txt"
+    requirements.write_text("halfway==1.0\n")
+    installed["halfway"] = version
+    assert doctor.wrong_packages(requirements) == ["halfway is damaged (its metadata name no valid version)"]
+
+
+@pytest.mark.parametrize("name", ["joblib", "packaging", "psutil", "torch"])
+@pytest.mark.parametrize("error", [
+    ModuleNotFoundError("No module named 'it'"), OSError("libcudart.so.13: cannot open shared object file\nmore"),
+    RuntimeError("module compiled against ABI version 2 but this one is 1"),
+])  # fmt: skip
+def test_a_package_that_cannot_be_imported_is_reported_and_the_other_checks_run(name, error, monkeypatch, capsys):
+    class Broken:
+        def find_spec(self, module, path=None, target=None):
+            if module == name:
+                raise error
+
+    for module in [module for module in sys.modules if module.partition(".")[0] == name]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with pytest.raises(SystemExit) as caught:
+        runpy.run_path(doctor.__file__, run_name="__main__")
+    assert caught.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    (failed,) = [line for line in lines if line.startswith(f"[FAIL] {name} ")]
+    reason = str(error).splitlines()[0]
+    assert f"{name} cannot be imported ({reason})" in failed and f"pip uninstall -y {name}" in failed
+    others = {"joblib": " CPUs", "psutil": "GiB memory free", "torch": "no GPU", "packaging": "packages"}
+    for words in ("Python 3", "GiB disk free", *(words for package, words in others.items() if package != name)):
+        assert any(line.startswith("[") and words in line for line in lines), (words, lines)
+
+
+def test_a_gpu_that_does_not_answer_is_reported(capsys, monkeypatch):
+    def busy(index):
+        raise RuntimeError("CUDA error: all CUDA-capable devices are busy or unavailable\nCUDA kernel errors might")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", busy)
+    (failure,) = failures(capsys)
+    assert failure.startswith("GPU 0: CUDA error: all CUDA-capable devices are busy") and "nvidia-smi" in failure
+
+
 def test_a_wrong_package_fails_with_the_command_that_mends_it(capsys, installed):
     (failure,) = failures(capsys)
     assert "torch is missing" in failure and "pip install -r requirements.txt" in failure
@@ -113,13 +162,13 @@ def test_an_old_python_fails(capsys, monkeypatch):
 
 
 def test_one_cpu_fails(capsys, monkeypatch):
-    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 1)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 1)
     (failure,) = failures(capsys)
     assert failure.startswith("1 CPU: ") and "Use a machine with two or more" in failure
 
 
 def test_only_the_cpus_that_may_be_used_are_counted(capsys, monkeypatch):
-    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 6)
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 6)
     doctor.check()
     assert "[OK] 6 CPUs" in capsys.readouterr().out
 
@@ -142,14 +191,14 @@ def test_a_containers_memory_counts_and_not_its_hosts(v1, monkeypatch, tmp_path)
     for name, text in zip(names, (f"{4 * GIB}\n", f"{3 * GIB}\n", inactive), strict=True):
         (folder / name).write_text(text)
     monkeypatch.setattr(doctor, "CGROUP", tmp_path)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(64 * GIB, 60 * GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(64 * GIB, 60 * GIB))
     assert doctor.memory() == (2 * GIB, 4 * GIB)
     (folder / names[0]).write_text(str(2**63 - 4096) if v1 else "max\n")
     assert doctor.memory() == (60 * GIB, 64 * GIB)
 
 
 def test_little_memory_fails(capsys, monkeypatch):
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(8 * GIB, 1.25 * GIB))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(8 * GIB, 1.25 * GIB))
     (failure,) = failures(capsys)
     assert failure.startswith("1.2 of 8.0 GiB memory free: lessons need 3 GiB. Close")
 
@@ -160,9 +209,15 @@ def test_a_full_disk_fails(capsys, monkeypatch):
     assert failure.startswith("0.5 GiB disk free: ") and "Delete old `runs/` folders" in failure
 
 
+def test_a_temporary_folder_that_ray_cannot_use_fails(capsys, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp/" + 100 * "a")
+    (failure,) = failures(capsys)
+    assert failure.startswith("RAY_TMPDIR=/tmp/aaa") and "set RAY_TMPDIR to a shorter folder" in failure
+
+
 def test_all_that_is_wrong_is_said_at_once(capsys, monkeypatch, installed):
-    monkeypatch.setattr(doctor.joblib, "cpu_count", lambda: 1)
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda: Memory(GIB, GIB))
+    monkeypatch.setattr(joblib, "cpu_count", lambda: 1)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: Memory(GIB, GIB))
     assert len(failures(capsys)) == 3
 
 

@@ -191,6 +191,31 @@ def test_dry_run_of_local_nodes_can_be_pasted(tmp_path):
     assert pasted.returncode == 0 and pasted.stdout.count("--resume") >= 1, pasted.stderr
 
 
+@pytest.mark.parametrize(("content", "hosts"), [
+    (b"\xef\xbb\xbfgpu-1\ngpu-2\n", ["gpu-1", "gpu-2"]),  # Notepad's "UTF-8 with BOM"
+    (b"\xef\xbb\xbf# the cluster\r\ngpu-1\r\n\r\n  gpu-2\t# the second\r\n", ["gpu-1", "gpu-2"]),
+    (b"\xef\xbb\xbf\r\ngpu-1\r\ngpu-2", ["gpu-1", "gpu-2"]),  # without an end of the last line
+    (b"gpu-1 gpu-2", ["gpu-1", "gpu-2"]),
+])  # fmt: skip
+def test_host_files_of_other_editors(content, hosts, tmp_path):
+    (tmp_path / "hosts.txt").write_bytes(content)
+    run = launch("--hostfile", "hosts.txt", "--dry-run", "--", "--epochs", "1", folder=tmp_path)
+    comments = [line for line in run.stdout.splitlines() if line.startswith("#")]
+    assert comments == [f"# node {number}, {host}" for number, host in enumerate(hosts)], run.stderr
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ("\ufeffgpu-1\r\n".encode("utf-16-le"), "the hostfile hosts.txt is not UTF-8: save it"),  # PowerShell's `>`
+    ("\ufeffgpu-1\n".encode("utf-16-be"), "the hostfile hosts.txt is not UTF-8"),
+    (b"\xef\xbb\xbf", "no host"),
+    (b"gpu-1\ngpu-1\n", "gpu-1 is named twice"),
+])  # fmt: skip
+def test_host_files_that_are_refused(content, words, tmp_path):
+    (tmp_path / "hosts.txt").write_bytes(content)
+    run = launch("--hostfile", "hosts.txt", "--", "--epochs", "1", folder=tmp_path)
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and words in run.stderr, run.stderr
+
+
 @pytest.mark.parametrize(
     ("num_gpus", "expected"), [(0, [None, None]), (3, ["", ""]), (4, ["0,1", "2,3"]), (8, ["0,1", "2,3"])]
 )  # fmt: skip

@@ -55,10 +55,10 @@ def test_a_cluster_is_started_verified_trained_on_watched_and_stopped(on_cluster
     assert "failed, exit code 2" in wrong and "--set a.b=1" in wrong
 
     watch = (sys.executable, PROGRAM / "scripts/monitor_training.py", tmp_path, "--once")
-    said = call(*watch, **cluster)
+    said = call(*watch, "--curves", tmp_path / "progress.png", **cluster)
     for part in ("nodes    2 alive, 0 lost", ": succeeded", "run      run", "rank 0 ", "rank 1 ", "2 checkpoints"):
         assert part in said, said
-    assert (tmp_path / "logs/run/progress.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "progress.png").read_bytes().startswith(b"\x89PNG")
 
     job_goes_on_after_ctrl_c(tmp_path, {**cluster, "STORAGE": str(tmp_path), "PYTHON": sys.executable})
 

@@ -195,7 +195,7 @@ def test_stopped_in_mid_epoch_and_resumed_at_another_world_size(one_process, sma
     assert_same_losses(one_process, train(2, tmp_path, *options, "--resume"))
 
 
-@pytest.mark.parametrize(("nproc", "number"), [(0, signal.SIGINT), (2, signal.SIGTERM)])
+@pytest.mark.parametrize(("nproc", "number"), [(0, signal.SIGINT), (2, signal.SIGTERM), (2, signal.SIGHUP)])
 def test_a_signal_ends_the_run_and_names_the_way_on(nproc, number, small_mnist, tmp_path):
     options = [*options_for_kills(small_mnist), "--epochs", "10000"]
     run = Run(nproc, tmp_path, *options)

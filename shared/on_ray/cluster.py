@@ -19,6 +19,7 @@ from ray.autoscaler.v2.sdk import get_cluster_status
 import shared
 from shared.distributed import Worker
 from shared.errors import UsageError
+from shared.paths import ray_temp_dir
 from shared.rendezvous import free_port
 
 AUTOSCALER_WAIT_S = 45  # for a cluster that may grow
@@ -82,6 +83,7 @@ def start(
 
 def start_own(num_workers: int, spare_cpus: int, dashboard: bool) -> str | None:
     """Start a Ray on this machine, which no other Ray here takes for its own; returns its dashboard's address."""
+    ray_temp_dir()
     # Ray's helpers look for "the" Ray of a machine, and complain where two run: tell them which one is theirs.
     port = str(free_port())
     OWN_RAY_ENV.clear()
@@ -127,7 +129,7 @@ def ray_init(address: str, log_level: str, **options: object) -> str | None:
     """Call ray.init, and return the dashboard's address. Its errors become UsageErrors of one line."""
     try:
         return ray.init(address, logging_config=ray.LoggingConfig(log_level=log_level), **options).dashboard_url
-    except (ConnectionError, RuntimeError, TimeoutError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         hint = "" if address == "local" else " (start this script on a node of the cluster, the head for example)"
         raise UsageError(f"cannot join Ray at {address}: {str(error).splitlines()[0]}{hint}") from error
 

@@ -13,6 +13,7 @@
 #   PYTHON            the environment's interpreter, on every host (default: the `python` found here)
 #   HEAD_CPUS         CPUs of the head's node that may train (default: all; 0 keeps it free)
 #   HEAD_IP           where the other hosts reach the head (default: its first address)
+#   RAY_TMPDIR        as set on a host: a short path for Ray's logs and sockets (default: ray-USER in TMPDIR or /tmp)
 #   RAY_PORT, DASHBOARD_PORT   of the head (default: 6379 and 8265; 0: a free one)
 set -euo pipefail
 
@@ -63,6 +64,8 @@ mkdir -p $THERE
 cd $THERE
 printf %s $(printf %q "$TOKEN") > token
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="\$PWD/token"
+# Ray keeps a file with a fixed name in its folder; in /tmp/ray it would be the file of whoever came first.
+export RAY_TMPDIR="\${RAY_TMPDIR:-\${TMPDIR:-/tmp}/ray-\$(id -un)}"
 export DASHBOARD_METRIC_PORT=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0)
 export AUTOSCALER_METRIC_PORT=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0)
 agent=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0)
@@ -98,7 +101,7 @@ start() {
     umask 077
     mkdir -p "$NOTES"
     touch "$NOTES/nodes"
-    trap 'stop; exit 1' INT TERM
+    trap 'stop; exit 1' INT TERM HUP
     start_node "$head" head --head --node-ip-address="$ip" --port="$port" --dashboard-port="$dashboard" \
         --ray-client-server-port="$(free_port "$head" 0)" "${cpus[@]}" || { stop; exit 1; }
     for host in "$@"; do  # one after the other: of two that join at once, one may die
@@ -107,7 +110,7 @@ start() {
         [ "$head $host" != "localhost localhost" ] || again=(--include-log-monitor=false)
         start_node "$host" "node-$number" --address="$ip:$port" "${again[@]}" || { stop; exit 1; }
     done
-    trap - INT TERM
+    trap - INT TERM HUP
     printf %s "$TOKEN" > "$NOTES/token"
     cat > "$NOTES/env" <<END
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$(printf %q "$NOTES/token")
@@ -125,7 +128,7 @@ status() {
 }
 
 stop() {
-    trap - INT TERM
+    trap - INT TERM HUP
     [ -e "$NOTES/nodes" ] || fail "$NOTES knows no cluster"
     local host pid failed=0
     # Not `ray stop`: it ends every Ray process of a machine, whoever has started it. The head goes last.

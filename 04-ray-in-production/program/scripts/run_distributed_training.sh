@@ -20,6 +20,10 @@ fail() {
 
 [ -n "${RAY_API_SERVER_ADDRESS:-}" ] || fail "no cluster to submit to: set RAY_API_SERVER_ADDRESS=http://HEAD:8265." \
     "To train on this machine alone: python -m training.distributed_training"
+case $RAY_API_SERVER_ADDRESS in
+    http://* | https://*) ;;
+    *) fail "RAY_API_SERVER_ADDRESS=$RAY_API_SERVER_ADDRESS has to begin with http:// or https://: the dashboard, port 8265" ;;
+esac
 case "${STORAGE:-}" in
     /*) ;;
     *) fail "set STORAGE to the full path of a folder that all nodes see: a job's own folder is deleted after the job" ;;
@@ -39,14 +43,22 @@ import logging
 import shlex
 import signal
 import sys
+import tempfile
 import time
+import zipfile
+from pathlib import Path
 
+from ray._private.ray_constants import DASHBOARD_CLIENT_MAX_SIZE, get_runtime_env_default_excludes
+from ray._private.runtime_env.packaging import create_package
+from ray.exceptions import AuthenticationError
 from ray.job_submission import JobSubmissionClient
 
 job, entrypoint = sys.argv[1], shlex.join(sys.argv[2:])
 for name in ("ray.dashboard.modules.dashboard_sdk", "ray._private.runtime_env.packaging", "ray.dashboard.modules.job.sdk"):
-    logging.getLogger(name).setLevel(logging.WARNING)
-signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    logging.getLogger(name).setLevel(logging.ERROR)
+for number in (signal.SIGTERM, signal.SIGHUP):
+    if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores SIGHUP
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C
 
 
 async def follow():
@@ -54,11 +66,29 @@ async def follow():
         print(lines, end="", flush=True)
 
 
+def check_size(excludes):
+    """Exit if the cluster would refuse this folder for its size. It is packed for that as Ray will pack it."""
+    with tempfile.TemporaryDirectory() as folder:
+        create_package(".", package := Path(folder, "package.zip"), True, excludes=excludes)
+        size, files = package.stat().st_size, zipfile.ZipFile(package).infolist()
+    if size >= DASHBOARD_CLIENT_MAX_SIZE:
+        largest = sorted(files, key=lambda file: file.file_size, reverse=True)[:3]
+        names = ", ".join(f"{file.filename} ({in_mib(file.file_size)})" for file in largest)
+        print(f"error: this folder has {in_mib(size)}, and a cluster takes no more than {in_mib(DASHBOARD_CLIENT_MAX_SIZE)} "
+              f"with a job: list large files in {Path('.rayignore').absolute()}. The largest: {names}", file=sys.stderr)
+        sys.exit(2)
+
+
+def in_mib(size):
+    return f"{size / 2**20:.0f} MiB"
+
+
 try:
-    client = JobSubmissionClient()
     excludes = ["/data", "/runs", "/logs", "*.egg-info", "__pycache__"]
+    check_size(get_runtime_env_default_excludes() + excludes)
+    client = JobSubmissionClient()
     client.submit_job(entrypoint=entrypoint, submission_id=job, runtime_env={"working_dir": ".", "excludes": excludes})
-except (ConnectionError, RuntimeError) as error:
+except (AuthenticationError, OSError, RuntimeError) as error:
     sys.exit(f"error: the cluster does not accept the job: {str(error).splitlines()[0]}")
 print(f"job {job}", flush=True)
 try:

@@ -36,11 +36,12 @@ from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from shared import checkpoint, script
-from shared.distributed import gather_objects
+from shared.distributed import Worker, gather_objects
 from shared.errors import UsageError
 from shared.on_ray import cluster, workers
 from shared.on_ray.storage import STATE_FILE, report
-from shared.options import positive_int
+from shared.options import Parser, positive_int
+from shared.paths import local_path
 
 PACKAGES = ("ray", "torch", "numpy", "pyarrow")
 CLOCKS_S = 1.0  # how much two clocks may differ; the names of checkpoints and the lines of logs contain times
@@ -157,8 +158,8 @@ class Checklist:
 
 def main() -> None:
     """Inspect every node, then train on all of them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("storage", type=os.path.abspath, help="the folder for training, on all nodes")
+    parser = Parser(__doc__)
+    parser.add_argument("storage", type=local_path, help="the folder for training, on all nodes")
     parser.add_argument("--all", action="store_true", help="also kill a worker and keep GPUs busy; takes a minute more")
     parser.add_argument("--json", action="store_true", help="print the items as JSON, and nothing else")
     parser.add_argument("--nodes", type=positive_int, help="the expected number of nodes (default: any number)")
@@ -167,16 +168,28 @@ def main() -> None:
     args = parser.parse_args()
     if not os.path.isdir(args.storage):
         raise UsageError(f"{args.storage} is not a folder on this machine")
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=".verify-", dir=args.storage, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise UsageError(f"cannot write to {args.storage}: {error.strerror}") from error
+
+    def clean_up() -> None:
+        cluster.stop_at_once()
+        scratch.cleanup()
+
+    # Not by KeyboardInterrupt: at its end the process would wait for the thread that trains.
+    interrupted = argparse.Namespace(resume_hint=lambda: "run it again to check the cluster")
+    script.stop_on_signals(Worker(label="driver"), interrupted, clean_up)
     out = sys.stdout
-    with contextlib.redirect_stdout(sys.stderr):  # Ray's output; standard output has only the items
+    # Ray's output goes to standard error; standard output has only the items.
+    with contextlib.redirect_stdout(sys.stderr), scratch as folder:
         use_gpu = cluster.start(1)
         checklist = Checklist(None if args.json else out)
-        with tempfile.TemporaryDirectory(prefix=".verify-", dir=args.storage, ignore_cleanup_errors=True) as folder:
-            os.chmod(folder, 0o777)
-            if check_nodes(checklist, args, Path(folder).name):
-                check_training(checklist, args, folder, use_gpu)
-            else:
-                checklist.add("training", training_not_tried)
+        os.chmod(folder, 0o777)
+        if check_nodes(checklist, args, Path(folder).name):
+            check_training(checklist, args, folder, use_gpu)
+        else:
+            checklist.add("training", training_not_tried)
     failed = sum(not item["ok"] for item in checklist.items)
     summary = json.dumps(checklist.items, indent=1) if args.json else f"{len(checklist.items)} items, {failed} failed"
     print(summary, flush=True)
