@@ -15,7 +15,6 @@ import os
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
 from ray.train.torch import prepare_data_loader
@@ -38,19 +37,20 @@ def main() -> None:
         "bf16": "weights, gradients and activations, with a float32 copy of the weights in the optimizer",
         "fp16": "as bf16, with loss scaling; on GPUs",
     })  # fmt: skip
-    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3),
-        help="1: optimizer state is cut up, 2: gradients too, 3: weights too (default: as in --ds-config)")  # fmt: skip
+    parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=0,
+        help="1: optimizer state is cut up, 2: gradients too, 3: weights too (default: %(default)s)")  # fmt: skip
     parser.add_argument("--ds-config", metavar="FILE", type=paths.local_path,
-        default=str(Path(__file__).with_name("ds_config.json")),
+        default=str(zero.OWN_FILE),
         help="DeepSpeed's settings (default: ds_config.json beside this file)")  # fmt: skip
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in the host's memory")
+    yielding = ("batch_size", "lr", "precision", "zero_stage")  # --ds-config decides where they are not given
+    parser.set_defaults(**{name: zero.Default(parser.get_default(name)) for name in yielding})
     args = parser.parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
 
     # [1] Find whatever can be wrong before a worker starts.
     with distributed.fail_together():
-        sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers))
-        settings = zero.read_settings(args, workers.num_processes(args.num_workers))
+        args, settings = zero.read_settings(args, workers.num_processes(args.num_workers), driver)
         run = storage.RayRun.from_args(args, zero_stage=settings["zero_optimization"]["stage"])
         run.open_or_resume(args, driver)
         tasks.TextTask.load(args)
@@ -83,7 +83,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
         sharded = settings["zero_optimization"]["stage"] > 0
         universal = sharded and state is not None and state["world_size"] != worker.world_size
         if universal:
-            settings = settings | {"checkpoint": {"load_universal": True}}
+            settings = settings | {"checkpoint": {**settings.get("checkpoint", {}), "load_universal": True}}
         if state is not None:
             progress.load_state_dict(state["progress"])
         engine = build_engine(task, settings, schedule(progress), worker)
@@ -127,8 +127,8 @@ def schedule(progress: Progress) -> Callable[[int], float]:
 
 def build_engine(task: tasks.TextTask, settings: dict, factor: Callable, worker: distributed.Worker) -> nn.Module:
     """A DeepSpeedEngine around a GPT. In stage 3 its weights are cut up while it is built: no rank ever holds all."""
-    os.environ.setdefault("DS_ACCELERATOR", worker.device.type)
-    import deepspeed  # takes seconds; the driver needs none of it
+    os.environ["DS_ACCELERATOR"] = worker.device.type  # on this machine the driver's may have come along
+    import deepspeed  # once the back end is chosen
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for CPUs only
     deepspeed.init_distributed(dist_init_required=False)  # joins the process group that is there

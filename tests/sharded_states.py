@@ -87,7 +87,7 @@ def build_engine(stage: int, load_universal: bool, seed: int, worker: distribute
     parser = command_line.ray_parser("", train_ray_deepspeed.TASKS)
     parser.set_defaults(ds_config=CHAPTER / "ds_config.json", zero_stage=stage, offload=False)
     args = parser.parse_args(["--num-workers", "0", "--batch-size", str(BATCH), "--seed", str(seed)])
-    settings = zero.read_settings(args, worker.world_size)
+    args, settings = zero.read_settings(args, worker.world_size, worker)
     if load_universal:
         settings["checkpoint"] = {"load_universal": True}
     task = tasks.TextTask(args, tasks.TextTask.load(args), worker.device)
