@@ -4,8 +4,8 @@
     torchrun --standalone --nproc-per-node 2 measure_all_reduce.py seconds FOLDER
 
 `bytes` writes bytes-RANK.json: how many times the bytes of an 8 MB tensor the rank sends, by the operating system's
-count; null where the system does not count (macOS). `seconds` writes seconds.json: the fastest of repeated calls for
-each size, and for the gradients of a ResNet-18, one call per gradient.
+count; null where the system does not count (macOS). `seconds` writes seconds.json: for each size in bytes, how many
+seconds the fastest of several calls takes.
 """
 
 import json
@@ -16,8 +16,6 @@ from pathlib import Path
 import psutil
 import torch
 import torch.distributed as dist
-
-from shared import models
 
 SIZES = (4, 400, 4_000, 40_000, 400_000, 4_000_000, 16_000_000, 45_000_000, 128_000_000)  # bytes
 
@@ -32,14 +30,13 @@ def times_sent(tensor: torch.Tensor) -> float | None:
     return (process.io_counters().write_chars - before) / tensor.nbytes if counted else None
 
 
-def fastest(tensors: list[torch.Tensor], repeats: int) -> float:
-    """Return the seconds that all-reducing the tensors one by one takes, the least of `repeats` tries."""
-    seconds = []
-    for _ in range(repeats):
+def fastest(num_bytes: int) -> float:
+    """Return the seconds that the fastest of several all-reduces of that many bytes takes."""
+    tensor, seconds = torch.zeros(num_bytes // 4), []
+    for _ in range(50 if num_bytes < 1_000_000 else 6):
         dist.barrier()  # start together
         started = time.perf_counter()
-        for tensor in tensors:
-            dist.all_reduce(tensor)
+        dist.all_reduce(tensor)
         seconds.append(time.perf_counter() - started)
     return min(seconds)
 
@@ -52,11 +49,9 @@ def main() -> None:
     if what == "bytes":
         (folder / f"bytes-{rank}.json").write_text(json.dumps(times_sent(torch.ones(2_000_000))))
     else:
-        one_call = {size: fastest([torch.zeros(size // 4)], 50 if size < 1_000_000 else 6) for size in SIZES}
-        gradients = [torch.zeros_like(parameter) for parameter in models.resnet18().parameters()]
-        result = {"one call": one_call, "gradients": fastest(gradients, 6)}
+        seconds = {num_bytes: fastest(num_bytes) for num_bytes in SIZES}
         if rank == 0:
-            (folder / "seconds.json").write_text(json.dumps(result))
+            (folder / "seconds.json").write_text(json.dumps(seconds))
     dist.destroy_process_group()
 
 

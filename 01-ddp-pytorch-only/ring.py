@@ -1,10 +1,10 @@
-"""A ring all-reduce, simulated in one process: all ranks' chunks are in one tensor, and copies play the messages."""
+"""Simulate a ring all-reduce in one process: one tensor holds the chunks of all ranks, and a copy is a message."""
 
 import torch
 
 
 def ring_step(chunks: torch.Tensor, step: int) -> int:
-    """Let every rank send one chunk to its right neighbour, and return the bytes that each of them sends.
+    """Let every rank send one chunk to its right neighbour. Return the bytes that each rank sends.
 
     chunks: (ranks, chunks, values in a chunk), changed in place. Steps count from 0.
     """
@@ -23,7 +23,7 @@ def ring_step(chunks: torch.Tensor, step: int) -> int:
 def simulate_all_reduce(vectors: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return what each rank holds after a ring all-reduce, and the bytes that each rank has sent.
 
-    vectors: (ranks, length), the tensor of each rank. The number of ranks must divide the length.
+    vectors: (ranks, length), the tensor of each rank. The length is a multiple of the number of ranks.
     """
     num_ranks, length = vectors.shape
     chunks = vectors.reshape(num_ranks, num_ranks, length // num_ranks).clone()
