@@ -723,7 +723,7 @@ def test_pytest_finds_a_chapter_s_lessons():
     (command,) = [command for command in all_commands() if command.words[0] == "pytest"]
     words = [sys.executable, "-m", *command.words, "--collect-only", "-q", "-p", "no:cacheprovider"]
     found = subprocess.run(words, cwd=ROOT, capture_output=True, text=True).stdout
-    assert len(re.findall(r"^01-ddp-pytorch-only/(?:solutions/)?\d\d_\w+\.ipynb::", found, re.MULTILINE)) == 10, found
+    assert len(re.findall(r"^01-ddp-pytorch-only/(?:solutions/)?\d\d_\w+\.ipynb::", found, re.MULTILINE)) == 12, found
 
 
 # --- copied out ------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from shared.checks.chapter_1 import (  # noqa: F401
     exercise_1_4c,
     exercise_1_5a,
     exercise_1_5b,
+    exercise_1_6a,
 )
 from shared.checks.chapter_2 import (  # noqa: F401
     exercise_2_1a,

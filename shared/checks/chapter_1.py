@@ -524,3 +524,77 @@ def exercise_1_5b(node_command: Callable[[int, list[str], int, list[str]], list[
         if len(set(ids)) > 1 or ids[0] == "none":
             hint = " (none where it is missing)" if "none" in ids else ""
             raise Wrong(f"one launch has one --rdzv-id, the same on every node; yours are {ids}{hint}")
+
+
+# --- Lesson 1.6: port a script --------------------------------------------------------------------------------------
+
+
+@exercise("1.6a", "two ranks compute what one process computes, the uneven steps included.")
+def exercise_1_6a(script: str | Path) -> None:
+    """A port of alone.py, next to it, to DDP: the same metrics.json and model.pt, from two ranks."""
+    with tempfile.TemporaryDirectory() as alone, tempfile.TemporaryDirectory() as ported:
+        ranks = run_ranks(script, 2, ported)
+        run_script(Path(script).with_name("alone.py"), 1, alone)
+        for name in ("metrics.json", "model.pt"):
+            if not Path(ported, name).exists():
+                raise Wrong(f"there is no {name} in the folder that the script gets as its argument")
+        try:
+            expected, seen = (json.loads(Path(folder, "metrics.json").read_text()) for folder in (alone, ported))
+        except json.JSONDecodeError:
+            raise Wrong("metrics.json is damaged: does rank 0 alone write it?") from None
+        right, weights = (torch.load(Path(folder, "model.pt"), weights_only=True) for folder in (alone, ported))
+    same_weights = weights.keys() == right.keys() and all(
+        torch.allclose(weights[name], right[name], rtol=1e-6, atol=1e-9) for name in right
+    )
+    check_samples(seen, sum(expected["samples"]))
+    check_step_losses(seen["step_losses"], expected["step_losses"], same_weights)
+    for epoch, accuracies in enumerate(zip(seen["val_accuracies"], expected["val_accuracies"], strict=True), start=1):
+        hint = "Add up the correct answers of all ranks, each sample once, and divide once, by all validation samples."
+        expect_close(*accuracies, f"the val_accuracy of epoch {epoch}", tolerance=1e-9, hint=hint)
+    if prefixed := [name for name in weights if name.startswith("module.")]:
+        raise Wrong(f"model.pt has the key {prefixed[0]}: save the bare model's state, not that of DDP around it")
+    if not same_weights:
+        raise Wrong("the losses are right, and the weights in model.pt are not: save them after the last step")
+    if ranks[1].strip():
+        raise Wrong(f"rank 1 prints too: {ranks[1].strip().splitlines()[0]!r}. Let rank 0 speak for both")
+
+
+def check_samples(metrics: dict, expected: int) -> None:
+    """Raise Wrong unless two ranks have trained on `expected` samples together, each on its half."""
+    samples = metrics["samples"]
+    if len(samples) != 2:
+        raise Wrong(f"samples should have one number per rank, and is {samples}: is there a group, and who gathers?")
+    if samples == [expected, expected]:
+        raise Wrong(f"samples is {samples}: both ranks train on everything. Give each rank its half of every batch")
+    if sum(samples) > expected:
+        raise Wrong(f"samples is {samples}, {sum(samples) - expected} too many: DistributedSampler pads uneven parts")
+    if sum(samples) < expected:
+        raise Wrong(f"samples is {samples}, {expected - sum(samples)} too few: is a part of a batch left out?")
+    if abs(samples[0] - samples[1]) > expected // 100:
+        raise Wrong(f"samples is {samples}: the ranks' parts should be equal, up to one sample per step")
+
+
+def check_step_losses(seen: list[float], expected: list[float], same_weights: bool) -> None:
+    """Raise Wrong, with the likely cause, unless the losses agree within a relative 1e-9."""
+    if len(seen) != len(expected):
+        hint = "BATCH_SIZE is the global batch: each rank takes its part of it." if len(seen) < len(expected) else ""
+        raise Wrong(f"{len(seen)} steps, expected {len(expected)}. {hint}".strip())
+    pairs = zip(seen, expected, strict=True)
+    wrong = [step for step, pair in enumerate(pairs) if not math.isclose(*pair, rel_tol=1e-9)]
+    if not wrong:
+        return
+    first, steps = wrong[0], len(expected) // 2
+    difference = abs(seen[first] - expected[first]) / expected[first]
+    if same_weights:
+        cause = "The weights are right, so the training is. Is the recorded loss the mean over BOTH ranks' samples?"
+    elif first == 0:
+        cause = "Are the first weights the same? Do both ranks together see the samples of this step in alone.py?"
+    elif first < steps - 1:
+        cause = "The first step is right: do the gradients of both ranks reach every weight, as a mean?"
+    elif first <= steps and difference < 0.01:
+        cause = "Step 16 has 21 and 20 samples. DDP divides by the number of ranks, and not by the number of samples."
+    elif first == steps:
+        cause = "It is the first step of the second epoch: which order do the samples have there?"
+    else:
+        cause = "Do the two parts of each step together hold the samples of that step in alone.py?"
+    raise Wrong(f"step {first + 1} has the loss {seen[first]:.6f}, expected {expected[first]:.6f}. {cause}")
