@@ -120,7 +120,7 @@ def exercise_1_1c(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
 # --- Lesson 1.2: ranks and collectives ------------------------------------------------------------------------------
 
 
-# What the four runs of 1.2a have done, and what to look at for each.
+# The cause behind each of the four runs of 1.2a, and where in the log to look for it.
 RUNS_1_2A = {
     "A": ("weights", "Compare both ranks' weights before step 1, and how much each rank's weights change in it."),
     "B": ("summed", "The ranks agree with each other. Do they agree with the one process after step 1?"),
@@ -145,7 +145,7 @@ def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"run {run} is not {answer[run]!r}. {look_here}")
 
 
-# Runs under torchrun: calls the learner's function with this rank's chunks, and notes what it sends.
+# Runs under torchrun: calls the learner's function with this rank's chunks, and records the size of each message.
 CALL_RING_ALL_REDUCE = """
 import datetime, json, runpy, sys
 import torch
@@ -261,14 +261,14 @@ def exercise_1_2c(script: str | Path) -> None:
             if "NoneType" not in str(error):
                 raise
             returns = "`all_reduce` returns nothing: it writes the sum over the tensor that you give it"
-            raise Wrong(f"{returns}. (What was said: {error})") from None
+            raise Wrong(f"{returns}. The error was: {error}") from None
         answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
     for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
         counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
         mean = (hits0 / samples0 + hits1 / samples1) / 2
         for rank in range(2):
             seen = answers[rank][case]
-            hint = f"Right are {hits0 + hits1} of {samples0 + samples1}."
+            hint = f"On both ranks together, {hits0 + hits1} of {samples0 + samples1} are right."
             by_own_samples = (hits0 + hits1) / (samples0, samples1)[rank]
             if isinstance(seen, float) and math.isclose(seen, by_own_samples, rel_tol=1e-5):
                 hint = "Did you add up the samples too, not only the hits?"
