@@ -1,108 +1,163 @@
 """The checks of lesson 1.2: the stub and plausible wrong answers are told apart from the right one, with help."""
 
+import importlib.util
 import json
+import runpy
 import textwrap
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from queue import Queue
 
 import pytest
+import torch
+from notebook_rules import ROOT
 
 from shared import checks
 from shared.checks import chapter_1, machinery
 
+# --- 1.2a: a diagnosis ------------------------------------------------------------------------------------------------
 
-def stub(*_):
+RIGHT = {"A": "weights", "B": "summed", "C": "samples", "D": "correct"}
+
+
+def four_runs():
+    spec = importlib.util.spec_from_file_location("four_runs", ROOT / "01-ddp-pytorch-only/four_runs.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_runs_have_the_faults_that_the_check_expects():
+    assert four_runs().FAULTS == RIGHT == {run: cause for run, (cause, _) in chapter_1.RUNS_1_2A.items()}
+    assert checks.exercise_1_2a(lambda: dict(RIGHT), strict=True)
+
+
+def stub():
     raise NotImplementedError
 
 
-def gradient_bytes(model):
-    return sum(p.nbytes for p in model.parameters() if p.requires_grad)
-
-
-def bytes_sent(model, world_size):
-    return 2 * (world_size - 1) / world_size * gradient_bytes(model)
-
-
-def samples_of(order, rank, world_size, batch_size, k):
-    local = batch_size // world_size
-    return order[rank::world_size][k * local : (k + 1) * local]
-
-
-def cut_in_blocks(order, rank, world_size, batch_size, k):
-    local = batch_size // world_size
-    batch = order[k * batch_size : (k + 1) * batch_size]
-    return batch[rank * local : (rank + 1) * local]
-
-
-def cut_in_halves(order, rank, world_size, batch_size, k):
-    local, part = batch_size // world_size, len(order) // world_size
-    return order[rank * part : (rank + 1) * part][k * local : (k + 1) * local]
-
-
-def batch_per_rank(order, rank, world_size, batch_size, k):
-    return order[rank::world_size][k * batch_size : (k + 1) * batch_size]
-
-
-def counted_from_one(order, rank, world_size, batch_size, k):
-    return samples_of(order, rank, world_size, batch_size, k - 1)
-
-
 @pytest.mark.parametrize(
-    ("check", "answer"), [(checks.exercise_1_2a, bytes_sent), (checks.exercise_1_2b, samples_of)]
-)  # fmt: skip
-def test_right_answer_is_accepted(check, answer):
-    assert check(answer, strict=True)
-
-
-@pytest.mark.parametrize(
-    ("check", "answer", "help_in_message"),
+    ("diagnose", "help_in_message"),
     [
-        (checks.exercise_1_2a, stub, "not done yet"),
-        (checks.exercise_1_2a, lambda model, n: 2 * gradient_bytes(model), "a ring of 2 sends 1 times as many"),
-        (checks.exercise_1_2a, lambda model, n: (n - 1) / n * gradient_bytes(model), "a ring of 2 sends 1 times"),
+        (stub, "not done yet"),
+        (lambda: None, "keys A, B, C and D"),
+        (lambda: {**RIGHT, "D": "?"}, "choose from correct, weights, samples"),
         (
-            checks.exercise_1_2a,
-            lambda model, n: (n - 1) * gradient_bytes(model),
-            "a ring of 4 sends 1.5 times as many. Yours is what rank 0 sends in the naive way",
+            lambda: {**RIGHT, "A": "forgotten"},
+            "equal before step 1 and different after it. Compare both ranks' weights",
         ),
-        (
-            checks.exercise_1_2a,
-            lambda model, n: 2 * (n - 1) / n * 4 * sum(p.numel() for p in model.parameters()),
-            "for an MLP in float64",
-        ),
-        (
-            checks.exercise_1_2a,
-            lambda model, n: 2 * (n - 1) / n * sum(p.nbytes for p in model.parameters()),
-            "A frozen parameter has no gradient",
-        ),
-        (
-            checks.exercise_1_2a,
-            lambda model, n: 2 * (n - 1) / n * sum(p.numel() for p in model.parameters() if p.requires_grad),
-            "That counts the numbers",
-        ),
-        (checks.exercise_1_2a, lambda model, n: None, "should be a number"),
-        (
-            checks.exercise_1_2a,
-            lambda model, n: sum(p.grad.nbytes for p in model.parameters()),
-            "has not been through backward",
-        ),
-        (
-            checks.exercise_1_2a,
-            lambda model, n: sum(p.grad.nbytes for p in model.parameters() if p.grad is not None),
-            "every `.grad` is None",
-        ),
-        (checks.exercise_1_2b, stub, "not done yet"),
-        (checks.exercise_1_2b, cut_in_blocks, "from the order or the batch: deal in turn"),
-        (checks.exercise_1_2b, cut_in_halves, "from the order or the batch: deal in turn"),
-        (checks.exercise_1_2b, batch_per_rank, "a full batch of 8 is 4 samples"),
-        (checks.exercise_1_2b, counted_from_one, "The first one is k = 0"),
-        (checks.exercise_1_2b, lambda order, *_: None, "return a list"),
+        (lambda: {**RIGHT, "B": "correct"}, "run B is not 'correct'. The ranks agree with each other"),
+        (lambda: {**RIGHT, "C": "correct"}, "run C is not 'correct'. Read both ranks' samples"),
+        (lambda: {**RIGHT, "D": "forgotten"}, "run D is not 'forgotten'. Without averaging"),
     ],
 )
-def test_wrong_answer_is_rejected_with_help(check, answer, help_in_message, capsys):
-    assert check(answer) is False
-    assert help_in_message in capsys.readouterr().out
+def test_a_wrong_diagnosis_is_rejected_with_help(diagnose, help_in_message, capsys):
+    assert checks.exercise_1_2a(diagnose) is False
+    said = capsys.readouterr().out
+    assert help_in_message in said
     with pytest.raises(AssertionError):
-        check(answer, strict=True)
+        checks.exercise_1_2a(diagnose, strict=True)
+
+
+# --- 1.2b: a ring -----------------------------------------------------------------------------------------------------
+
+RING = """
+    n = len(chunks)
+    for step in range(2 * (n - 1)):
+        leaves, arrives = (rank - step) % n, (rank - step - 1) % n
+        received = exchange(chunks[leaves])
+        chunks[arrives] = chunks[arrives] + received if step < n - 1 else received
+    return chunks
+"""
+
+
+def ring_file(folder: Path, body: str) -> Path:
+    path = folder / "exercise_ring.py"
+    head = "import torch.distributed as dist\n\n\ndef ring_all_reduce(chunks, rank, exchange):\n"
+    path.write_text(head + textwrap.indent(textwrap.dedent(body), "    "))
+    return path
+
+
+@pytest.fixture
+def ranks_are_threads(monkeypatch):
+    """The check's ranks are threads of this process, and its script is not started."""
+
+    def run_ranks(caller, num_ranks, path, folder, chunks):
+        pipes = [Queue() for _ in range(num_ranks)]  # to each rank, from its left neighbour
+
+        def work(rank: int, function: Callable) -> None:
+            sent = []
+
+            def exchange(tensor):
+                sent.append(tensor.numel())
+                pipes[(rank + 1) % num_ranks].put(tensor.clone())
+                return pipes[rank].get(timeout=5)
+
+            answer = function([torch.tensor(chunk) for chunk in json.loads(chunks)[rank]], rank, exchange)
+            said = [chunk.tolist() for chunk in answer] if isinstance(answer, list) else repr(answer)
+            Path(folder, f"{rank}.json").write_text(json.dumps({"chunks": said, "sent": sent}))
+
+        function = runpy.run_path(path)["ring_all_reduce"]
+        ranks = [threading.Thread(target=work, args=(rank, function)) for rank in range(num_ranks)]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
+
+    monkeypatch.setattr(chapter_1, "run_ranks", run_ranks)
+
+
+def test_a_ring_of_real_processes_is_accepted(tmp_path):
+    assert checks.exercise_1_2b(ring_file(tmp_path, RING), strict=True)
+
+
+@pytest.mark.parametrize(
+    ("body", "help_in_message"),
+    [
+        ("raise NotImplementedError", "not done yet"),
+        (RING.replace("return chunks", "return sum(chunks)"), "return the list of the 3 chunks, 2 numbers each"),
+        (RING.replace("2 * (n - 1)", "n - 1"), "exchange() was called 2 times. The first round alone"),
+        (RING.replace(" if step < n - 1 else received", ""), "they replace a chunk, and are not added"),
+        (RING.replace("(rank - step - 1) % n", "(rank - step) % n"), "holds numbers of other chunks"),
+        (RING.replace("(rank - step - 1) % n", "(rank - step + 1) % n"), "holds numbers of other chunks"),
+        (RING.replace("step < n - 1", "step < n - 2"), "A finished sum has been overwritten, or never came"),
+        (
+            """
+            total = [chunk.clone() for chunk in chunks]
+            for number in range(len(chunks)):
+                travelling = chunks[number]
+                for _ in range(len(chunks) - 1):
+                    travelling = exchange(travelling)
+                    total[number] += travelling
+            return total
+            """,
+            "the sum is right, and rank 0 has sent 6 chunks; a ring sends 4",
+        ),
+        (
+            """
+            import torch
+            travelling = torch.cat(chunks)
+            total = travelling.clone()
+            for _ in range(len(chunks) - 1):
+                travelling = exchange(travelling)
+                total += travelling
+            return list(total.split(2))
+            """,
+            "sends 6 numbers at once; a chunk has 2",
+        ),
+    ],
+)
+def test_a_wrong_ring_is_rejected_with_help(body, help_in_message, tmp_path, ranks_are_threads, capsys):
+    assert checks.exercise_1_2b(ring_file(tmp_path, body)) is False
+    assert help_in_message in capsys.readouterr().out
+
+
+def test_threads_accept_the_right_ring_too(tmp_path, ranks_are_threads):
+    assert checks.exercise_1_2b(ring_file(tmp_path, RING), strict=True)
+
+
+# --- 1.2c: an accuracy ------------------------------------------------------------------------------------------------
 
 
 def exercise_file(folder, body):

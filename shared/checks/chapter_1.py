@@ -120,64 +120,102 @@ def exercise_1_1c(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
 # --- Lesson 1.2: ranks and collectives ------------------------------------------------------------------------------
 
 
-@exercise("1.2a", "2(N-1)/N times the gradients: less than twice, however many ranks.")
-def exercise_1_2a(bytes_sent: Callable[[torch.nn.Module, int], float]) -> None:
-    """bytes_sent(model, world_size) -> bytes each rank sends in a ring all-reduce of the model's gradients."""
-    frozen = models.MLP(input_dim=64, hidden_dim=32)
-    frozen.layers[1].requires_grad_(False)
-    for model, what in (
-        (models.MLP(input_dim=64, hidden_dim=32), "an MLP"),
-        (models.MLP(input_dim=64, hidden_dim=32).double(), "an MLP in float64"),
-        (frozen, "an MLP whose first layer is frozen"),
-    ):
-        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
-        everything = sum(p.nbytes for p in model.parameters())
-        for num_ranks, times in ((2, 1.0), (4, 1.5), (8, 1.75), (1, 0.0)):
-            hint = f"The gradients have {gradients:,} bytes, and a ring of {num_ranks} sends {times:g} times as many."
-            no_gradient = (
-                "This model has not been through backward(): every `.grad` is None. "
-                "A gradient has as many bytes as its parameter, `parameter.nbytes`."
-            )
-            try:
-                seen = bytes_sent(model, num_ranks)
-            except AttributeError as error:
-                if "NoneType" not in str(error):
-                    raise
-                raise Wrong(f"your code raised AttributeError: {error}. {no_gradient}") from None
-            if seen == 0:
-                hint = no_gradient
-            elif isinstance(seen, int | float) and seen == times * gradients / next(model.parameters()).itemsize:
-                hint = "That counts the numbers; each has `element_size()` bytes."
-            elif isinstance(seen, int | float) and gradients < everything and seen == times * everything:
-                hint = "A frozen parameter has no gradient: count only those with `requires_grad`."
-            elif seen == (num_ranks - 1) * gradients:
-                hint += " Yours is what rank 0 sends in the naive way."
-            expect_close(seen, times * gradients, f"for {what} on {num_ranks} rank(s) the number", 1e-3, hint)
+# The cause behind each of the four runs of 1.2a, and where in the log to look for it.
+RUNS_1_2A = {
+    "A": ("weights", "Compare both ranks' weights before step 1, and how much each rank's weights change in it."),
+    "B": ("summed", "The ranks agree with each other. Do they agree with the one process after step 1?"),
+    "C": ("samples", "Read both ranks' samples of step 1 next to each other, and then those of the one process."),
+    "D": ("correct", "Each rank's loss is over its own samples. Compare the mean of both with the one process."),
+}
 
 
-@exercise("1.2b", "dealt like cards: no rank has to ask another one which samples are its own.")
-def exercise_1_2b(samples_of: Callable[[list[int], int, int, int, int], list[int]]) -> None:
-    """samples_of(order, rank, world_size, batch_size, k) -> the samples of this rank's k-th batch, k from 0."""
-    order = torch.randperm(26, generator=torch.Generator().manual_seed(0)).tolist()
-    for rank, world_size, k in ((0, 1, 0), (0, 2, 0), (1, 2, 0), (1, 2, 2), (3, 4, 1), (1, 2, 3), (3, 4, 3)):
-        local = 8 // world_size
-        expected = order[rank::world_size][k * local : (k + 1) * local]
-        block = order[8 * k + local * rank :][:local]
-        answer = samples_of(list(order), rank, world_size, 8, k)
-        try:
-            seen = [int(sample) for sample in answer]
-        except (TypeError, ValueError):
-            raise Wrong(f"return a list of samples; yours is {answer!r}") from None
-        if seen != expected:
-            hint = "Is it the right step? The first one is k = 0."
-            if seen == block:
-                hint = "Yours is cut in one piece from the order or the batch: deal in turn, every world_size-th."
-            elif seen and len(seen) != len(expected):
-                hint = f"A rank's part of a full batch of 8 is {local} samples; the last batch may hold fewer."
-            raise Wrong(
-                f"rank {rank} of {world_size} trains in step {k}, of order {order} in batches of 8, on {expected}; "
-                f"you say {seen}. {hint}"
-            )
+@exercise("1.2a", "equal weights before and after each step, no sample twice, and what one process computes.")
+def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> {"A": cause, ...}, the cause behind the log of each of the four runs."""
+    answer = diagnose()
+    if not isinstance(answer, dict) or set(answer) != set(RUNS_1_2A):
+        raise Wrong(f"return a dict with the keys A, B, C and D; yours is {answer!r}")
+    causes = ("correct", "weights", "samples", "forgotten", "summed")
+    for run, (cause, look_here) in RUNS_1_2A.items():
+        if answer[run] not in causes:
+            raise Wrong(f"run {run}: {answer[run]!r} is not a cause; choose from {', '.join(causes)}")
+        if answer[run] == "forgotten":
+            look_here = "Without averaging, the weights are equal before step 1 and different after it. " + look_here
+        if answer[run] != cause:
+            raise Wrong(f"run {run} is not {answer[run]!r}. {look_here}")
+
+
+# Runs under torchrun: calls the learner's function with this rank's chunks, and records the size of each message.
+CALL_RING_ALL_REDUCE = """
+import datetime, json, runpy, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+path, folder, chunks = sys.argv[1:]
+rank, world_size, sent = dist.get_rank(), dist.get_world_size(), []
+
+def exchange(tensor):
+    if len(sent) > 20:
+        raise RuntimeError("exchange() was called more than 20 times")
+    sent.append(tensor.numel())
+    received = torch.empty_like(tensor)
+    sending = dist.isend(tensor.contiguous(), (rank + 1) % world_size)
+    dist.recv(received, (rank - 1) % world_size)
+    sending.wait()
+    return received
+
+chunks = [torch.tensor(chunk) for chunk in json.loads(chunks)[rank]]
+answer = runpy.run_path(path)["ring_all_reduce"](chunks, rank, exchange)
+is_list = isinstance(answer, (list, tuple)) and all(isinstance(chunk, torch.Tensor) for chunk in answer)
+report = {"chunks": [chunk.tolist() for chunk in answer] if is_list else repr(answer), "sent": sent}
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump(report, file)
+dist.destroy_process_group()
+"""
+RING_FACTORS = (7, 11, 13)  # rank r starts with [factor * 10**r] * 2 as each chunk: digits tell whose share is in a sum
+
+
+@exercise("1.2b", "every rank has the whole sum and has sent 2(N-1) chunks, as gloo does.")
+def exercise_1_2b(script: str | Path) -> None:
+    """A file with ring_all_reduce(chunks, rank, exchange) -> the chunks of the sum over all ranks."""
+    if "raise NotImplementedError" in Path(script).read_text():
+        raise NotImplementedError
+    num_ranks = len(RING_FACTORS)
+    chunks = [[[factor * 10**rank] * 2 for factor in RING_FACTORS] for rank in range(num_ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        caller = Path(folder) / "call.py"
+        caller.write_text(CALL_RING_ALL_REDUCE)
+        run_ranks(caller, num_ranks, str(script), folder, json.dumps(chunks))
+        reports = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    steps = 2 * (num_ranks - 1)
+    for rank, report in enumerate(reports):
+        seen, calls = report["chunks"], len(report["sent"])
+        if not isinstance(seen, list) or [len(chunk) for chunk in seen] != [2] * num_ranks:
+            raise Wrong(f"return the list of the {num_ranks} chunks, 2 numbers each; rank {rank} returns {seen!r}")
+        if any(size != 2 for size in report["sent"]):
+            raise Wrong(f"rank {rank} sends {max(report['sent'])} numbers at once; a chunk has 2: send one per step")
+        for number, (chunk, factor) in enumerate(zip(seen, RING_FACTORS, strict=True)):
+            if chunk == [111 * factor] * 2:
+                continue
+            where = f"with {num_ranks} ranks, chunk {number} on rank {rank}"
+            if chunk[0] % factor:
+                raise Wrong(
+                    f"{where} holds numbers of other chunks. Which chunk arrives? "
+                    "The one that the left neighbour sends in this step"
+                )
+            shares = f"{int(chunk[0] // factor):0{num_ranks}d}"[::-1]
+            counts = ", ".join(f"rank {owner}'s share {times} time(s)" for owner, times in enumerate(shares))
+            hint = "In the second round finished sums arrive: they replace a chunk, and are not added to it."
+            if calls < steps:
+                hint = f"exchange() was called {calls} times. The first round alone leaves one finished chunk per rank."
+            elif set(shares) <= {"0", "1"}:
+                hint = "A finished sum has been overwritten, or never came. Which chunk arrives in which step?"
+            raise Wrong(f"{where} holds {counts}. {hint}")
+        if calls != steps:
+            how = "did another collective do it?" if calls == 0 else "does each chunk travel on its own?"
+            raise Wrong(f"the sum is right, and rank {rank} has sent {calls} chunks; a ring sends {steps}: {how}")
 
 
 # Runs under torchrun: calls the learner's function with this rank's counts, case by case.
@@ -223,14 +261,14 @@ def exercise_1_2c(script: str | Path) -> None:
             if "NoneType" not in str(error):
                 raise
             returns = "`all_reduce` returns nothing: it writes the sum over the tensor that you give it"
-            raise Wrong(f"{returns}. (What was said: {error})") from None
+            raise Wrong(f"{returns}. The error was: {error}") from None
         answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
     for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
         counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
         mean = (hits0 / samples0 + hits1 / samples1) / 2
         for rank in range(2):
             seen = answers[rank][case]
-            hint = f"Right are {hits0 + hits1} of {samples0 + samples1}."
+            hint = f"On both ranks together, {hits0 + hits1} of {samples0 + samples1} are right."
             by_own_samples = (hits0 + hits1) / (samples0, samples1)[rank]
             if isinstance(seen, float) and math.isclose(seen, by_own_samples, rel_tol=1e-5):
                 hint = "Did you add up the samples too, not only the hits?"
