@@ -187,7 +187,8 @@ def fill_in(settings: dict, args: Namespace, world_size: int) -> list[str]:
     per_rank_batch = local_batch_size(args.batch_size, world_size)
     # As DeepSpeed does: of the micro-batch and the number of accumulation steps, each follows from the other.
     micro_batch = settings.get("train_micro_batch_size_per_gpu") or per_rank_batch
-    accumulation = settings.get("gradient_accumulation_steps") or max(1, per_rank_batch // micro_batch)
+    parts = 1 if per_rank_batch % micro_batch else per_rank_batch // micro_batch
+    accumulation = settings.get("gradient_accumulation_steps") or parts
     if per_rank_batch % accumulation:
         raise ValueError(
             f"the {per_rank_batch} samples of a worker's batch are not divisible by {accumulation} "
@@ -235,7 +236,7 @@ def check_optimizer(settings: dict) -> None:
         kind, params = "AdamW", {name: params[name] for name in params if name not in DEEPSPEED_ADAM}
     elif kind.lower() in DEEPSPEED_OPTIMIZERS:
         return
-    if not hasattr(torch.optim, kind):
+    if not isinstance(getattr(torch.optim, kind, None), type):  # torch.optim.sgd is a module
         raise ValueError(f"optimizer.type: neither DeepSpeed nor PyTorch has an optimizer {kind}")
     try:
         optimizer = getattr(torch.optim, kind)([torch.zeros(1)], **params)
