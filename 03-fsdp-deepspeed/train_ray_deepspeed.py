@@ -16,6 +16,7 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 
+import ds_settings
 import torch
 from ray.train.torch import prepare_data_loader
 from torch import nn
@@ -40,17 +41,17 @@ def main() -> None:
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=0,
         help="1: optimizer state is cut up, 2: gradients too, 3: weights too (default: %(default)s)")  # fmt: skip
     parser.add_argument("--ds-config", metavar="FILE", type=paths.local_path,
-        default=str(zero.OWN_FILE),
+        default=str(ds_settings.OWN_FILE),
         help="DeepSpeed's settings (default: ds_config.json beside this file)")  # fmt: skip
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in the host's memory")
     yielding = ("batch_size", "lr", "precision", "zero_stage")  # --ds-config decides where they are not given
-    parser.set_defaults(**{name: zero.Default(parser.get_default(name)) for name in yielding})
+    parser.set_defaults(**{name: ds_settings.Default(parser.get_default(name)) for name in yielding})
     args = parser.parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
 
     # [1] Find whatever can be wrong before a worker starts.
     with distributed.fail_together():
-        args, settings = zero.read_settings(args, workers.num_processes(args.num_workers), driver)
+        args, settings = ds_settings.read_settings(args, workers.num_processes(args.num_workers), driver)
         run = storage.RayRun.from_args(args, zero_stage=settings["zero_optimization"]["stage"])
         run.open_or_resume(args, driver)
         tasks.TextTask.load(args)

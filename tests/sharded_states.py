@@ -21,6 +21,7 @@ from shared.on_ray import command_line
 
 CHAPTER = Path(__file__).parents[1] / "03-fsdp-deepspeed"
 sys.path.append(str(CHAPTER))
+import ds_settings  # noqa: E402
 import train_ray_deepspeed  # noqa: E402
 
 import zero  # noqa: E402
@@ -87,7 +88,7 @@ def build_engine(stage: int, load_universal: bool, seed: int, worker: distribute
     parser = command_line.ray_parser("", train_ray_deepspeed.TASKS)
     parser.set_defaults(ds_config=CHAPTER / "ds_config.json", zero_stage=stage, offload=False)
     args = parser.parse_args(["--num-workers", "0", "--batch-size", str(BATCH), "--seed", str(seed)])
-    args, settings = zero.read_settings(args, worker.world_size, worker)
+    args, settings = ds_settings.read_settings(args, worker.world_size, worker)
     if load_universal:
         settings["checkpoint"] = {"load_universal": True}
     task = tasks.TextTask(args, tasks.TextTask.load(args), worker.device)

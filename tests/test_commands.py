@@ -771,7 +771,7 @@ FIRST = {
      {"cluster", "command_line", "storage", "workers", "sharded"}),
     ("02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ray_images"}),
     ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", set()),
-    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"zero"}),
+    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ds_settings", "zero"}),
 ])  # fmt: skip
 def test_what_travels_is_what_the_page_says(script, before, named):
     path = ROOT / script

@@ -4,10 +4,10 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
+import ds_settings
 import pytest
 from runs import ROOT, refused_here
 
-import zero
 from shared.distributed import Worker
 from shared.on_ray import cluster
 from shared.options import Options
@@ -78,9 +78,9 @@ def read(settings: dict | str, tmp_path: Path, **given: object) -> tuple[Options
     """What two workers get of a file with these settings, and of options of which only `given` were given."""
     file = tmp_path / "ds.json"
     file.write_text(settings if isinstance(settings, str) else json.dumps(settings))
-    defaults = {name: zero.Default(value) for name, value in NOT_GIVEN.items()}
+    defaults = {name: ds_settings.Default(value) for name, value in NOT_GIVEN.items()}
     args = {"ds_config": str(file), "num_workers": 2, "use_gpu": None, "offload": False, **defaults, **given}
-    return zero.read_settings(Namespace(**args), 2, Worker(label="driver"))
+    return ds_settings.read_settings(Namespace(**args), 2, Worker(label="driver"))
 
 
 @pytest.mark.parametrize(("settings", "decided"), [
@@ -124,8 +124,8 @@ def test_own_settings_stay_and_options_fill_in_the_rest(tmp_path):
 
 
 def test_our_own_file_serves_every_stage(tmp_path):
-    for stage, expected in ((3, 3), (0, 0), (zero.Default(0), 2)):
-        args, settings = read({}, tmp_path, ds_config=str(zero.OWN_FILE), zero_stage=stage)
+    for stage, expected in ((3, 3), (0, 0), (ds_settings.Default(0), 2)):
+        args, settings = read({}, tmp_path, ds_config=str(ds_settings.OWN_FILE), zero_stage=stage)
         assert args.zero_stage == settings["zero_optimization"]["stage"] == expected
 
 
