@@ -93,7 +93,7 @@ def main() -> None:
         workers = f"  {result.metrics['world_size']} workers" if result.metrics else ""
         driver.log(tuning.describe(result) + workers)
     if results.num_errors == len(results):
-        raise RunFailed(f"every trial failed, the first with: {tuning.last_line(results.errors[0])}")
+        raise RunFailed(f"every trial failed, the first with: {tuning.failure(results[0])}")
     if results.num_terminated:
         driver.log(f"best: {tuning.describe(results.get_best_result('best_accuracy', 'max'))}")
 
