@@ -107,13 +107,13 @@ def main() -> None:
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would end only the search on Ctrl-C, and then continue
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")  # trials may be short
     script.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
-    use_gpu = cluster.start(1, config.cluster.use_gpu, packages=[shared, training])
-    resources = config.tuning.resources_per_trial or ({"GPU": 1} if use_gpu else {"CPU": 1})
-    if distributed_training.count_fitting_workers(resources) == 0:
-        totals = ray.cluster_resources()
-        available = {name: totals.get(name, 0) for name in resources}
+    resources = config.tuning.resources_per_trial
+    use_gpu = cluster.start(1, config.cluster.use_gpu, packages=[shared, training], check_room=not resources)
+    if resources and not distributed_training.has_room(resources, 1, driver):
+        total = distributed_training.available(resources)
         setting = f"tuning.resources_per_trial = {resources}"
-        raise UsageError(f"{setting}: more than any node has; the cluster has {available} in total")
+        raise UsageError(f"{setting}: more than any node has; the cluster has {total} in total")
+    resources = resources or ({"GPU": 1} if use_gpu else {"CPU": 1})
 
     trainable = tune.with_resources(make_trial(config.model_dump(mode="json"), data_folder), resources)
     results = build_tuner(config, search, options.resume, trainable).fit()
@@ -253,10 +253,9 @@ def describe(result: tune.Result) -> str:
 
 def failure(result: tune.Result) -> str | None:
     """Return why a trial failed, in one line without its traceback; None if it did not fail."""
-    if result.error is not None:
-        return str(result.error).strip().splitlines()[-1]
-    return (result.metrics or {}).get("error")
+    reason = (result.metrics or {}).get("error") if result.error is None else str(result.error).strip().splitlines()[-1]
+    return reason and reason.replace("--lr", "tuning.lr")
 
 
 if __name__ == "__main__":
-    script.run_main(main)
+    script.run_main(main, configuration.name_keys)
