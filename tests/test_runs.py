@@ -240,12 +240,10 @@ def test_a_checkpoint_of_another_model_or_data_set_is_refused(args, folder, name
     assert str(caught.value) == f"{path} is of --{name} {saved}, and this run asks for --{name} {getattr(args, name)}"
 
 
-@pytest.mark.parametrize("uri", ["s3://bucket/images", "/data/images"])
-def test_images_of_your_own_are_named_by_their_own_option(args, folder, uri):
-    path = save_step(folder, 20, dataset=uri)
-    with pytest.raises(ValueError) as caught:
-        open_or_resume(changed(args, resume=True), folder)
-    assert str(caught.value) == f"{path} is of --data-uri {uri}, and this run asks for --dataset {args.dataset}"
+@pytest.mark.parametrize("images", ["s3://bucket/images", "/data/images"])
+def test_images_of_your_own_are_named_by_their_own_option(images):
+    with pytest.raises(ValueError, match=f"^PATH is of --data-uri {images}, and this run asks for --dataset digits$"):
+        runs.Run("", {"dataset": "digits"}).check_options("PATH", {"dataset": images}, Worker())
 
 
 @pytest.mark.parametrize("progress", [{"epoch": 1}, None, {"options": {"model": "gpt"}}])
