@@ -6,6 +6,7 @@ Use it for trials that need more than one process. If a trial fits in one proces
 since it starts no controller and no workers per trial. A trial whose worker dies fails and is not retried.
 """
 
+import argparse
 import os
 
 import ray.train
@@ -15,10 +16,10 @@ from ray import tune
 from ray.train.torch import TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 from training import config as configuration
-from training import data, distributed_training, trainer
+from training import data, distributed_training, trainer, utils
 
 import shared
-from shared import distributed, paths, runs, script
+from shared import distributed, script
 from shared.errors import RunFailed
 from shared.on_ray import cluster, storage, workers
 
@@ -67,14 +68,22 @@ def main() -> None:
     _, config = configuration.parse_command_line(configuration.parser(__doc__))
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
     driver, num_workers = distributed.Worker(label="driver"), config.cluster.num_workers[0]
+    args = utils.run_args(config, argparse.Namespace(run_name=None, resume=False), num_workers)
     with distributed.fail_together():
         data_folder = data.prepare(config)
+        search = storage.RayRun.from_args(args)
+        search.open_or_resume(args, driver)
     # A trial requests a hundredth of a CPU, for which a whole CPU has to be free.
-    use_gpu = cluster.start(num_workers, config.cluster.use_gpu, spare_cpus=1, packages=[shared, training])
-    use_gpu = distributed_training.check_resources(config.cluster, use_gpu, driver)
-    storage_path = paths.path_or_uri(config.paths.model_save_dir)
+    use_gpu = cluster.start(
+        num_workers,
+        config.cluster.use_gpu,
+        spare_cpus=1,
+        packages=[shared, training],
+        check_room=not config.cluster.resources_per_worker,
+    )
+    use_gpu = distributed_training.check_resources(config.cluster, use_gpu, driver, spare_cpus=1)
     config_values = config.model_dump(mode="json")
-    config_values["cluster"]["use_gpu"], config_values["paths"]["model_save_dir"] = use_gpu, storage_path
+    config_values["cluster"]["use_gpu"], config_values["paths"]["model_save_dir"] = use_gpu, search.storage_path
     trainable = tune.with_parameters(trial, config_values=config_values, data_folder=data_folder)
     tuner = tune.Tuner(
         # Next to nothing: the trial's workers cannot use what the trial itself holds. Tune refuses {"CPU": 0}.
@@ -86,17 +95,17 @@ def main() -> None:
             num_samples=config.tuning.num_samples,
             scheduler=tuning.build_scheduler(config),
         ),
-        run_config=tune.RunConfig(name=runs.new_name(), storage_path=storage_path, verbose=0),
+        run_config=tune.RunConfig(name=search.name, storage_path=search.storage_path, verbose=0),
     )
     results = tuner.fit()
     for result in results:
         workers = f"  {result.metrics['world_size']} workers" if result.metrics else ""
         driver.log(tuning.describe(result) + workers)
     if results.num_errors == len(results):
-        raise RunFailed(f"every trial failed, the first with: {tuning.last_line(results.errors[0])}")
+        raise RunFailed(f"every trial failed, the first with: {tuning.failure(results[0])}")
     if results.num_terminated:
         driver.log(f"best: {tuning.describe(results.get_best_result('best_accuracy', 'max'))}")
 
 
 if __name__ == "__main__":
-    script.run_main(main)
+    script.run_main(main, configuration.name_keys)

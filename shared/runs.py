@@ -123,8 +123,8 @@ class Run:
             if (name in saved) != (name in now):
                 raise ValueError(f"{path} was not written by this training script")
             if saved.get(name) != now.get(name):
-                option = f"--{name.replace('_', '-')}"
-                raise ValueError(f"{path} is of {option} {saved[name]}, and this run asks for {option} {now[name]}")
+                before, after = (f"{option_of(name, each[name])} {each[name]}" for each in (saved, now))
+                raise ValueError(f"{path} is of {before}, and this run asks for {after}")
         if any(saved.get(name) != now.get(name) for name in ("classes", "image_size")):
             raise ValueError(f"{path} was trained on images with other labels or of a different --image-size")
         for name in saved | now:
@@ -173,6 +173,11 @@ class Run:
 def new_name() -> str:
     """A name for a run that was given none: the script, the time, the process."""
     return time.strftime(f"{Path(sys.argv[0]).stem}-%Y%m%d-%H%M%S-") + str(os.getpid())
+
+
+def option_of(name: str, value: object) -> str:
+    """The option that has given this value: --data-uri is --dataset for images of your own, by path or URI."""
+    return "--data-uri" if name == "dataset" and "/" in value else f"--{name.replace('_', '-')}"
 
 
 def options_of(args: argparse.Namespace) -> dict:

@@ -63,9 +63,10 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
     threading.Thread(target=wait, daemon=True).start()
 
 
-def run_main(main: Callable[[], None]) -> None:
+def run_main(main: Callable[[], None], describe: Callable[[Exception], str] = str) -> None:
     """Run a script. A UsageError ends it with exit code 2, a RunFailed with 1, each with one line from rank 0.
 
+    describe: returns the message of such an error, for a program whose options have other names.
     If rank 0 has no such error and the ranks have not met yet, the first process of the node that has one prints it.
     """
     try:
@@ -87,7 +88,7 @@ def run_main(main: Callable[[], None]) -> None:
             # torchrun ends all processes when the first one exits: let rank 0 speak before that.
             time.sleep(30)
         if rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
-            print(f"{Path(sys.argv[0]).name}: {error.kind}: {error}", file=sys.stderr, flush=True)
+            print(f"{Path(sys.argv[0]).name}: {error.kind}: {describe(error)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         # Where there is a process group, without the teardown of Python's modules, which may abort.
         (os._exit if met else sys.exit)(error.exit_code)

@@ -1,8 +1,13 @@
 """Chapter 4's program, from a copy that is installed elsewhere: what it computes, survives and refuses."""
 
+import ast
+import contextlib
 import gzip
+import io
 import json
 import os
+import re
+import runpy
 import shutil
 import signal
 import subprocess
@@ -10,6 +15,7 @@ import sys
 import time
 import traceback
 from argparse import Namespace
+from collections import Counter
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -24,10 +30,13 @@ from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training import data, distributed_training, local_training, model, predict, trainer, utils
 
+from shared import lease, script
 from shared.checkpoint import load, path_for_step, save_atomically
 from shared.distributed import UsageError, Worker
 from shared.on_ray import cluster
 from shared.runs import Run
+
+SYNTHETIC = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=200", "training.batch_size=8")
 
 
 def without_times(outcome: dict) -> list[dict]:
@@ -613,6 +622,137 @@ def test_workers_that_fit_nowhere_are_refused(resources, program, no_ray, tmp_pa
     said = run(program, tmp_path, "distributed_training", *options(program, "large", *changes), code=2)
     assert "error: cluster.resources_per_worker = {'CPU': " in said and "room for 0 on nodes with {'CPU': " in said
     assert not has_traceback(said)
+
+
+class Trained(Exception):
+    """Raised in place of training: the workers were not refused."""
+
+
+@pytest.fixture
+def train_on(monkeypatch, tmp_path) -> Callable:
+    """Start a program as far as Ray's trainer or tuner, on a cluster whose nodes have these resources."""
+
+    class Start:
+        can_restore = staticmethod(lambda folder: False)
+
+        def __init__(self, *_: object, **__: object) -> None:
+            raise Trained
+
+    def train_on(program: Path, nodes: list[dict], *changes: str) -> None:
+        totals = sum(map(Counter, nodes), Counter())
+        monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": node} for node in nodes])
+        monkeypatch.setattr(ray, "cluster_resources", lambda: totals)
+        monkeypatch.setattr(ray, "available_resources", lambda: totals)
+        words = [word for change in (*SYNTHETIC, *changes) for word in ("--set", change)]
+        monkeypatch.setattr(sys, "argv", [str(program), "--config-dir", str(PROGRAM / "config"), *words])
+        if program.stem == "tune":
+            sys.argv.append("--out=best")
+        try:
+            runpy.run_path(str(program), run_name="program")["main"]()
+        finally:
+            lease.release()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "a-cluster")
+    monkeypatch.setattr(cluster, "join", lambda *_: None)
+    monkeypatch.setattr(cluster, "grows", lambda *_: False)  # it would wait for 45 seconds
+    monkeypatch.setattr(script, "stop_on_signals", lambda *_, **__: None)
+    monkeypatch.setattr("ray.train.torch.TorchTrainer", Start)
+    monkeypatch.setattr("ray.tune.Tuner", Start)
+    return train_on
+
+
+SOURCE = PROGRAM / "src/training"
+TRAIN, TUNE = SOURCE / "distributed_training.py", SOURCE / "tune.py"
+TUNE_OVER_TRAIN = PROGRAM.parent / "tune_over_train.py"
+NODE = {"CPU": 4, "GPU": 4, "slot": 2, "memory": 8e9}
+
+
+@pytest.mark.parametrize(("number", "resources"), [
+    (8, "{CPU: 0.5}"), (8, "{GPU: 0.5}"), (4, "{GPU: 1}"), (2, "{slot: 1}"), (8, "{memory: 1e9}"),
+])  # fmt: skip
+@pytest.mark.parametrize("program", [TRAIN, TUNE_OVER_TRAIN])
+def test_workers_ask_for_what_they_need(program, number, resources, train_on):
+    """And not for a CPU each as well."""
+    node = NODE | {"CPU": 4 * ("CPU" in resources) + (program is TUNE_OVER_TRAIN)}  # whose trials need one themselves
+    if "GPU" not in resources:
+        del node["GPU"]
+    with pytest.raises(Trained):
+        train_on(program, [node], f"cluster.num_workers={number}", f"cluster.resources_per_worker={resources}")
+
+
+@pytest.mark.parametrize(("program", "changes", "said"), [
+    (TRAIN, ["cluster.resources_per_worker={CPU: 0.5}", "cluster.num_workers=20", "cluster.use_gpu=false"],
+     r"cluster.resources_per_worker = {'CPU': 0.5}: 20 workers are requested, but there is room for 8 on nodes with"),
+    (TRAIN, ["cluster.resources_per_worker={tpu: 1}", "cluster.use_gpu=false"], r"room for 0 on nodes with {'tpu': 0}"),
+    (TRAIN, ["cluster.resources_per_worker={memory: 1e10}"], r"room for 0 on nodes with {'memory': 8000000000"),
+    (TRAIN, ["cluster.num_workers=20", "cluster.use_gpu=false"],
+     r"20 workers need 20 CPUs and no GPU, and there are 4 CPUs and 4 GPUs: fewer cluster.num_workers or RAY_ADDRESS"),
+    (TRAIN, ["cluster.num_workers=5"], r"5 workers need 5 CPUs and 5 GPUs, .*: fewer cluster.num_workers or "
+     r"cluster.use_gpu=false or RAY_ADDRESS of a larger cluster will do"),
+    # A trial of two workers that take all CPUs would wait for ever for its own hundredth of one.
+    (TUNE_OVER_TRAIN, ["cluster.resources_per_worker={CPU: 2}", "cluster.use_gpu=false"],
+     r"2 workers and 1 more CPU are requested, but there is room for 2 on nodes with {'CPU': 4} in total"),
+    (TUNE, ["tuning.resources_per_trial={CPU: 5}"], r"tuning.resources_per_trial = {'CPU': 5.0}: more than any node"),
+])  # fmt: skip
+def test_what_is_too_much_is_refused_by_its_key(program, changes, said, train_on):
+    changes = [*changes, "training.batch_size=100"]
+    with pytest.raises(UsageError) as refused:
+        train_on(program, [NODE], *changes)
+    assert re.search(said.replace("{", r"\{"), configuration.name_keys(refused.value))
+
+
+def test_trials_wait_for_nodes_that_are_coming(train_on, monkeypatch):
+    monkeypatch.setattr(cluster, "grows", lambda *_: True)
+    with pytest.raises(Trained):
+        train_on(TUNE, [{"CPU": 0}], "tuning.resources_per_trial={CPU: 2}")
+
+
+def refused_by(program: Path, *words: str) -> str:
+    """The line of a program that refuses these words."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(io.StringIO()) as errors:
+        patch.setattr(sys, "argv", [str(program), *words])
+        with pytest.raises(SystemExit) as caught:
+            runpy.run_path(str(program), run_name="__main__")
+    (line,) = errors.getvalue().splitlines()
+    assert caught.value.code == 2 and line.startswith(f"{program.name}: error: ")
+    return line
+
+
+@pytest.mark.parametrize("program", [SOURCE / "local_training.py", TRAIN, TUNE, TUNE_OVER_TRAIN])
+@pytest.mark.parametrize("folder", ["ftp://host/runs", "s3://bucket/runs?region=x", "/proc/runs"])
+def test_a_folder_that_cannot_be_used_is_refused_by_its_key(program, folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = [f"--set={change}" for change in (*SYNTHETIC, f"paths.model_save_dir={folder}")]
+    words += ["--config-dir", str(PROGRAM / "config"), *(["--out=best"] * (program is TUNE))]
+    line = refused_by(program, *words)
+    assert "paths.model_save_dir" in line and "--storage-path" not in line
+
+
+def test_other_messages_name_keys_too(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ["--config-dir", str(PROGRAM / "config"), *(f"--set={change}" for change in SYNTHETIC)]
+    line = refused_by(SOURCE / "local_training.py", *words, "--run-name", "a/b")
+    assert "argument --run-name: 'a/b' is not the name of a run: it becomes a folder under paths.model_save_dir" in line
+    assert "training.precision fp16 needs" in refused_by(
+        SOURCE / "local_training.py", *words, "--set=training.precision=fp16"
+    )
+    assert "with a smaller training.lr" in refused_by(SOURCE / "local_training.py", *words, "--set=training.lr=1e30")
+    assert "cannot use run: Unrecognized" in refused_by(SOURCE / "predict.py", "ftp://host/runs")
+
+
+def test_every_option_that_a_message_names_is_one_of_the_program():
+    """In whatever `shared` may say to its user: they are its own, or it has keys in their place."""
+    own = {"--resume", "--run-name", "--help"}
+    # The scripts' data sets and models; their local mode; torchrun's and srun's own options; torchrun's in exercises.
+    elsewhere = {"tasks", "datasets", "models", "command_line", "distributed", "checks"}
+    unreachable = {"--metrics-out", "--image-size"}  # a run of the program has neither
+    modules = [path for path in (ROOT / "shared").rglob("*.py") if not elsewhere & {path.stem, path.parent.name}]
+    for path in modules:
+        raised = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+        texts = [text.value for node in raised for text in ast.walk(node) if isinstance(text, ast.Constant)]
+        for option in re.findall(r"--[a-z][a-z-]+", " ".join(map(str, texts))):
+            assert option in own | unreachable | configuration.OPTION_KEYS.keys(), f"{path.name} names {option}"
 
 
 def test_workers_that_may_fit_later_are_waited_for(ray_cluster, monkeypatch, capsys):

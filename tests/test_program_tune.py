@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,8 +17,10 @@ from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training import tune
 
+from shared import lease
 from shared.errors import UsageError
 
+SYNTHETIC = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=200", "training.batch_size=10")
 SEARCH = (*SMALL, "tuning.num_samples=4", "tuning.epochs=[2, 6]", "tuning.lr.lowest=1e-3", "tuning.lr.highest=3e-2")
 
 
@@ -101,6 +105,122 @@ def test_what_a_search_refuses(more, words, tmp_path, monkeypatch):
         tune.main()
 
 
+class RayStarted(Exception):
+    """Raised in place of starting Ray: nothing was refused until then."""
+
+
+@pytest.fixture
+def search(tmp_path, monkeypatch) -> Callable:
+    """Call the program's main as far as the start of Ray, with one more word or change each."""
+    (tmp_path / "config").mkdir()
+    for file in configuration.SECTIONS_OF_FILE:
+        (tmp_path / "config" / file).write_text((ROOT / "04-ray-in-production/program/config" / file).read_text())
+
+    def start(*_: object, **__: object) -> None:
+        raise RayStarted
+
+    def search(*words: str) -> None:
+        changes = [word if word.startswith("--") else f"--set={word}" for word in (*SYNTHETIC, *words)]
+        monkeypatch.setattr(sys, "argv", ["tune.py", "--out", "best", "--run-name", "search", *changes])
+        try:
+            tune.main()
+        finally:
+            lease.release()
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune.script, "stop_on_signals", lambda *_, **__: None)
+    monkeypatch.setattr(tune.cluster, "start", start)
+    return search
+
+
+def interrupt(search: Callable, *words: str, state: str = '{"trial_data": []}') -> Path:
+    """Start a search, and leave what Tune would have left in its folder, which is returned."""
+    with pytest.raises(RayStarted):
+        search(*words)
+    (Path("runs/search") / "tuner.pkl").touch()
+    (Path("runs/search") / "experiment_state-2026-11-23_00-00-00.json").write_text(state)
+    return Path("runs/search")
+
+
+TEXTS = ("dataset.kind=file", "dataset.file=texts.csv", "model.kind=rnn")
+
+
+def write_texts(folder: Path, word: str) -> None:
+    rows = [f"{word} {number},{'ab'[number % 2]}" for number in range(40)]
+    (folder / "texts.csv").write_text("\n".join(["text,label", *rows]))
+
+
+@pytest.mark.parametrize(("change", "before", "after"), [
+    ("tuning.num_samples=3", "10", "3"),
+    ("tuning.num_samples=20", "10", "20"),
+    ("tuning.lr.highest=0.1", "{'lowest': 0.0001, 'highest': 0.01}", "{'lowest': 0.0001, 'highest': 0.1}"),
+    ("tuning.epochs=[5, 10]", "[5, 10, 20]", "[5, 10]"),
+    ("tuning.scheduler=asha", "none", "asha"),
+    ("tuning.grace_epochs=1", "2", "1"),
+    ("model.hidden_dim=8", "64", "8"),
+    ("model.dropout=0", "0.3", "0.0"),
+    ("dataset.num_samples=300", "200", "300"),
+    ("training.seed=8", "7", "8"),
+    ("training.batch_size=20", "10", "20"),
+    ("training.precision=fp64", "fp32", "fp64"),
+    ("training.early_stopping_patience=1", "None", "1"),
+])  # fmt: skip
+def test_a_resumed_search_keeps_what_decides_its_result(change, before, after, search):
+    interrupt(search)
+    key = ".".join(change.partition("=")[0].split(".")[:2])
+    words = f"was started with {key} = {before}, and now it is {after}: "
+    with pytest.raises(UsageError, match=re.escape(words) + "change it back, or choose a different --run-name$"):
+        search("--resume", change)
+    with pytest.raises(RayStarted):
+        search("--resume")  # nothing was lost
+
+
+def test_a_resumed_search_keeps_its_rows(search, tmp_path):
+    write_texts(tmp_path, "good")
+    interrupt(search, *TEXTS)
+    write_texts(tmp_path, "bad")
+    with pytest.raises(UsageError, match=r"was started with data = file-[0-9a-f]{8}, and now it is file-[0-9a-f]{8}: "):
+        search("--resume", *TEXTS)
+    write_texts(tmp_path, "good")
+    (tmp_path / "texts.csv").rename("renamed.csv")
+    with pytest.raises(RayStarted):
+        search("--resume", *TEXTS, "dataset.file=renamed.csv")  # the same rows
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ("training.lr=0.5", None),  # each trial has its own
+    ("training.epochs=1", None),
+    ("training.log_every=1", None),
+    ("cluster.num_workers=1", None),
+    ("dataset.loader_workers=1", None),
+    ("checkpoint.keep_best=1", None),
+    ("tuning.resources_per_trial={CPU: 2}",
+     "note: tuning.resources_per_trial {'CPU': 2.0}; the search was started with None\n"),
+])  # fmt: skip
+def test_a_resumed_search_may_change_the_rest(change, words, search, capsys):
+    interrupt(search)
+    with pytest.raises(RayStarted):
+        search("--resume", change)
+    said = capsys.readouterr().out
+    assert (words in said) if words else ("note:" not in said)
+
+
+def test_a_folder_that_does_not_say_how_its_search_began(search):
+    folder = interrupt(search)
+    description = folder / tune.OPTIONS_FILE
+    whole = description.read_text()
+    description.write_text(whole[:20])
+    with pytest.raises(UsageError, match=r"nothing to resume: .*/runs/search/search\.json is damaged; choose a diff"):
+        search("--resume")
+    description.unlink()  # tune_over_train.py writes none, nor did earlier versions
+    with pytest.raises(UsageError, match=r"nothing to resume: .*/runs/search/search\.json is missing; choose a diff"):
+        search("--resume")
+    description.write_text(whole)
+    (folder / "experiment_state-2026-11-23_00-00-00.json").write_text('{"trial_data": [')
+    with pytest.raises(UsageError, match=r"nothing to resume: .*/experiment_state-.*\.json is damaged; choose a"):
+        search("--resume")
+
+
 def test_the_defaults_are_the_space_that_was_asked_for():
     config = configuration.load(ROOT / "04-ray-in-production/program/config")
     space = tune.search_space(config)
@@ -120,6 +240,17 @@ def test_a_trial_computes_on_what_ray_has_given_it(given, device, monkeypatch):
     config = configuration.load(ROOT / "04-ray-in-production/program/config", changes)
     tune.make_trial(config.model_dump(mode="json"), "")({"lr": 0.01, "epochs": 1})
     assert [worker.device.type for worker in seen] == [device]
+
+
+def test_a_users_error_ends_a_trial_at_once(program, on_cluster, tmp_path):
+    """Tune would try again what raises, and a training that has diverged diverges again."""
+    too_fast = ("tuning.num_samples=1", "tuning.lr.lowest=1e30", "tuning.lr.highest=1e31")
+    command = [*options(program, "search", *SYNTHETIC, *too_fast), "--out", "best"]
+    said = run(program, tmp_path, "tune", *command, code=1)
+    assert "tune.py: failed: every trial failed, the first with: diverged: the loss of step " in said
+    assert not has_traceback(said) and not list(tmp_path.glob("runs/search/*/error.txt"))
+    ((row,),) = reports(tmp_path / "runs/search").values()
+    assert "diverged" in row["error"] and not (tmp_path / "best/environment.yaml").exists()
 
 
 def test_a_trial_of_two_workers(on_cluster, tmp_path):

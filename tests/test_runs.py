@@ -240,6 +240,12 @@ def test_a_checkpoint_of_another_model_or_data_set_is_refused(args, folder, name
     assert str(caught.value) == f"{path} is of --{name} {saved}, and this run asks for --{name} {getattr(args, name)}"
 
 
+@pytest.mark.parametrize("images", ["s3://bucket/images", "/data/images"])
+def test_images_of_your_own_are_named_by_their_own_option(images):
+    with pytest.raises(ValueError, match=f"^PATH is of --data-uri {images}, and this run asks for --dataset digits$"):
+        runs.Run("", {"dataset": "digits"}).check_options("PATH", {"dataset": images}, Worker())
+
+
 @pytest.mark.parametrize("progress", [{"epoch": 1}, None, {"options": {"model": "gpt"}}])
 def test_a_checkpoint_of_another_program_is_refused(args, folder, progress):
     """Lessons write checkpoints too, with a progress of their own."""

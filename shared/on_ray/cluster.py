@@ -47,15 +47,16 @@ ELASTIC = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
 
 def start(
     num_workers: int, use_gpu: bool | None = None, spare_cpus: int = 0, dashboard: bool = False, elastic: bool = False,
-    packages: Sequence[ModuleType] = (shared,),
+    packages: Sequence[ModuleType] = (shared,), check_room: bool = True,
 ) -> bool:  # fmt: skip
     """Join the cluster of RAY_ADDRESS or of an Anyscale workspace, else start a Ray of our own on this machine.
 
     Prints one line about it, and returns whether the workers use GPUs: `use_gpu`, or if that is None, whether there are
     any. num_workers: 0 is Ray's local mode, which needs no Ray. spare_cpus: CPUs needed besides one per worker, as by
     Ray Data's tasks; with them, local mode starts Ray. dashboard: of a Ray of our own; it is ten more processes.
-    elastic: workers may come and go. packages: sent to the nodes of a cluster, since they have no copy. Raises
-    UsageError if the address does not answer, or if there are too few CPUs or GPUs and no more to come.
+    elastic: workers may come and go. packages: sent to the nodes of a cluster, since they have no copy. check_room:
+    whether each worker needs a CPU, and a GPU if it uses one; for other needs the caller checks. Raises UsageError if
+    the address does not answer, or if there are too few CPUs or GPUs and no more to come.
     """
     if num_workers == 0:
         logging.getLogger("ray.train").setLevel(logging.WARNING)
@@ -76,8 +77,9 @@ def start(
     page = f"; dashboard: http://{dashboard_url}" if dashboard_url else ""
     driver = Worker(label="driver")
     driver.log(f"{what}: {in_words(resources)}{page}")
-    bundle = {"CPU": 1, "GPU": 1} if use_gpu else {"CPU": 1}
-    require([bundle] * num_workers + [{"CPU": 1}] * spare_cpus, num_workers, driver)
+    if check_room:
+        bundle = {"CPU": 1, "GPU": 1} if use_gpu else {"CPU": 1}
+        require([bundle] * num_workers + [{"CPU": 1}] * spare_cpus, num_workers, driver)
     return use_gpu
 
 
@@ -140,13 +142,13 @@ def require(bundles: list[dict[str, float]], num_workers: int, driver: Worker) -
     bundles: what each of `num_workers` workers and each spare CPU needs.
     """
     needs = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
-    if not enough(ray.cluster_resources(), needs):
+    has = ray.cluster_resources()
+    if not enough(has, needs):
         if OWN_RAY_ENV or not grows(bundles, driver):
             workers = f"{num_workers} workers need" if num_workers > 1 else "1 worker needs"
-            raise UsageError(
-                f"{workers} {in_words(needs)}, and there are {in_words(ray.cluster_resources())}: fewer --num-workers"
-                f"{', --no-use-gpu' * bool(needs['GPU'])} or RAY_ADDRESS of a larger cluster will do"
-            )
+            fixes = ["fewer --num-workers"] * (num_workers > 1) + ["--no-use-gpu"] * (needs["GPU"] > has.get("GPU", 0))
+            fixes = " or ".join([*fixes, "RAY_ADDRESS of a larger cluster"])
+            raise UsageError(f"{workers} {in_words(needs)}, and there are {in_words(has)}: {fixes} will do")
     elif not OWN_RAY_ENV and not enough(ray.available_resources(), needs):
         driver.log(f"others are using the cluster; waiting for {in_words(needs)}")
 
@@ -223,7 +225,7 @@ def enough(has: dict[str, float], needs: dict[str, float]) -> bool:
 def in_words(resources: dict[str, float]) -> str:
     """CPUs and GPUs, as people say them."""
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
-    return f"{cpus:.0f} CPU{'s' * (cpus != 1)} and {f'{gpus:.0f} GPU' if gpus else 'no GPU'}{'s' * (gpus > 1)}"
+    return f"{cpus:g} CPU{'s' * (cpus != 1)} and {f'{gpus:g} GPU' if gpus else 'no GPU'}{'s' * (gpus > 1)}"
 
 
 def grows(bundles: list[dict[str, float]], driver: Worker) -> bool:

@@ -136,6 +136,22 @@ SECTIONS_OF_FILE = {
 }
 
 
+# What this program has in place of the options of the workshop's scripts, which messages of `shared` name.
+OPTION_KEYS = {
+    "--storage-path": "paths.model_save_dir",
+    "--num-workers": "cluster.num_workers",
+    "--no-use-gpu": "cluster.use_gpu=false",
+    "--precision": "training.precision",
+    "--lr": "training.lr",
+    "--seed": "training.seed",
+}
+
+
+def name_keys(error: Exception) -> str:
+    """Return an error's message with keys in place of options that this program does not have."""
+    return re.sub(r"--[a-z][a-z-]*", lambda option: OPTION_KEYS.get(option[0], option[0]), str(error))
+
+
 def file_of(section: str) -> str:
     """Return the name of the file that a section belongs to, or "" for an unknown section."""
     return next((file for file, sections in SECTIONS_OF_FILE.items() if section in sections), "")

@@ -34,7 +34,13 @@ def main() -> None:
         run.open_or_resume(args, driver)
     folders = trainer.Folders(run.folder, data_folder, str(Path(config.paths.log_dir, run.name).absolute()))
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
-    use_gpu = cluster.start(fewest, config.cluster.use_gpu, elastic=most > fewest, packages=[shared, training])
+    use_gpu = cluster.start(
+        fewest,
+        config.cluster.use_gpu,
+        elastic=most > fewest,
+        packages=[shared, training],
+        check_room=not config.cluster.resources_per_worker,
+    )
     use_gpu = check_resources(config.cluster, use_gpu, driver)
 
     ray_trainer = TorchTrainer(
@@ -59,11 +65,14 @@ def main() -> None:
     driver.log(f"done: {utils.write_metrics(config, run.name, result)}; checkpoints in {run.folder}")
 
 
-def check_resources(settings: configuration.Cluster, use_gpu: bool, driver: distributed.Worker) -> bool:
+def check_resources(
+    settings: configuration.Cluster, use_gpu: bool, driver: distributed.Worker, spare_cpus: int = 0
+) -> bool:
     """Return whether the workers use GPUs, which cluster.resources_per_worker may request.
 
-    `cluster.start` has ensured one CPU or GPU for each worker. If a worker needs more than that, Ray Train would wait
-    forever without a message. Raises UsageError if the workers do not fit on the nodes and no more nodes are coming.
+    If that is null, `cluster.start` has ensured a CPU or GPU for each worker. Ray Train would wait forever, without a
+    message, for what no node has. spare_cpus: needed besides the workers'. Raises UsageError if the workers do not fit
+    on the nodes and no more nodes are coming.
     """
     if not settings.resources_per_worker:
         return use_gpu
@@ -71,16 +80,32 @@ def check_resources(settings: configuration.Cluster, use_gpu: bool, driver: dist
     per_worker = {**settings.resources_per_worker}
     if use_gpu:
         per_worker.setdefault("GPU", 1.0)  # as Ray Train does
-    fewest, room = settings.num_workers[0], count_fitting_workers(per_worker)
-    if room < fewest and (cluster.OWN_RAY_ENV or not cluster.grows([per_worker] * fewest, driver)):
-        totals = ray.cluster_resources()
-        available = {name: totals.get(name, 0) for name in per_worker}
+    fewest = settings.num_workers[0]
+    if not has_room(per_worker, fewest, driver, spare_cpus):
+        more = f" and {spare_cpus} more CPU" if spare_cpus else ""
         raise UsageError(
-            f"cluster.resources_per_worker = {per_worker}: {fewest} workers are requested, but there is room for "
-            f"{room} on nodes with {available} in total: request less per worker, lower cluster.num_workers, or use a "
-            "larger cluster"
+            f"cluster.resources_per_worker = {per_worker}: {fewest} workers{more} are requested, but there is room for "
+            f"{count_fitting_workers(per_worker)} on nodes with {available(per_worker)} in total: request less per "
+            "worker, lower cluster.num_workers, or use a larger cluster"
         )
     return use_gpu
+
+
+def has_room(resources: dict[str, float], count: int, driver: distributed.Worker, spare_cpus: int = 0) -> bool:
+    """Return whether this many workers with these resources, and spare CPUs, fit on the nodes or on nodes to come."""
+    cpus = count * resources.get("CPU", 0) + spare_cpus
+    if count_fitting_workers(resources) >= count and ray.cluster_resources().get("CPU", 0) >= cpus - 1e-6:
+        if not cluster.enough(ray.available_resources(), {name: count * each for name, each in resources.items()}):
+            driver.log(f"others are using the cluster; waiting for {count} times {resources}")
+        return True
+    bundles = [resources] * count + [{"CPU": 1}] * spare_cpus
+    return not cluster.OWN_RAY_ENV and cluster.grows(bundles, driver)
+
+
+def available(resources: dict[str, float]) -> dict[str, float]:
+    """Return how much of these resources all nodes have in total."""
+    totals = ray.cluster_resources()
+    return {name: totals.get(name, 0) for name in resources}
 
 
 def count_fitting_workers(resources: dict[str, float]) -> int:
@@ -105,4 +130,4 @@ def train_worker(config: dict, run: storage.RayRun, folders: trainer.Folders, wo
 
 
 if __name__ == "__main__":
-    script.run_main(main)
+    script.run_main(main, configuration.name_keys)

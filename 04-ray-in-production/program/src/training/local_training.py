@@ -33,4 +33,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    script.run_main(main)
+    script.run_main(main, configuration.name_keys)

@@ -75,4 +75,4 @@ def read_lines(path: str | None) -> Iterator[str]:
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end quietly where nobody reads on, as in `| head`
     with torch.no_grad():
-        script.run_main(main)
+        script.run_main(main, lambda error: str(error).replace("--storage-path", "run"))

@@ -8,7 +8,10 @@ A trial is one training in one process, judged by its val_accuracy. The search d
 many trials at a time as the CPUs or GPUs allow with tuning.resources_per_trial.
 """
 
+import argparse
+import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -31,10 +34,19 @@ from training import data, distributed_training, trainer, utils
 from training.config import Config
 
 STATE_FILE = "state.pt"
+OPTIONS_FILE = "search.json"  # what the search was started with
+HONORED = ("tuning.resources_per_trial",)  # a resumed search may change it
 
 
 class Search(storage.RayRun):
     """The folder of a search, with each trial's folder and Tune's experiment state."""
+
+    def open_or_resume(self, args: argparse.Namespace, worker: distributed.Worker) -> dict | None:
+        """As `Run.open_or_resume`. A new search writes what it was started with."""
+        state = super().open_or_resume(args, worker)
+        if state is None:
+            self.write_file(OPTIONS_FILE, json.dumps(self.options))
+        return state
 
     def list_newest_first(self) -> list[str]:
         """List the paths of Tune's state files, or of the checkpoints of a training run with this name."""
@@ -47,9 +59,35 @@ class Search(storage.RayRun):
         return []  # it looks for all of them itself
 
     def load_newest(self, worker: distributed.Worker) -> tuple[str | None, dict | None, list[str]]:
-        """Return the path of the newest state file and an empty state, since Tune itself reads the file."""
+        """Return the path of the newest state file, which Tune will read, and what the search was started with.
+
+        Raises ValueError if either is missing or damaged. Tune would start again without a search space.
+        """
         paths = self.list_newest_first() if tune.Tuner.can_restore(self.folder) else []
-        return (paths[0], {}, []) if paths else (None, None, [])
+        if not paths:
+            return None, None, []
+        self.read_json(Path(paths[0]).name)  # Tune writes it over the old one: a driver that was killed may leave half
+        return paths[0], {"progress": {"options": self.read_json(OPTIONS_FILE)}}, []
+
+    def read_json(self, name: str) -> dict:
+        """Return the content of a file in the folder. Raises ValueError if it is missing or damaged."""
+        found = self.read_file(name)
+        try:
+            return json.loads(found[0] if found else "")
+        except ValueError as error:
+            problem = f"{self.folder}/{name} is {'damaged' if found else 'missing'}"
+            raise ValueError(f"nothing to resume: {problem}; choose a different --run-name") from error
+
+    def check_options(self, path: str, saved: dict, worker: distributed.Worker) -> None:
+        """Raise ValueError for a change that would compare trials of two different searches; report the others."""
+        for key, value in self.options.items():
+            if saved.get(key) != value and key in HONORED:
+                worker.log(f"note: {key} {value}; the search was started with {saved.get(key)}")
+            elif saved.get(key) != value:
+                raise ValueError(
+                    f"{self.folder} was started with {key} = {saved.get(key)}, and now it is {value}: change it back, "
+                    "or choose a different --run-name"
+                )
 
 
 def main() -> None:
@@ -62,30 +100,45 @@ def main() -> None:
     with distributed.fail_together():
         data_folder = data.prepare(config, driver.log)
         configuration.prepare_to_write(options.out, options.config_dir, may_replace=options.resume)
-        search = Search.from_args(args)
+        search = Search.from_args(args, **search_options(config, data_folder))
         search.open_or_resume(args, driver)
     logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns about trials that have not started yet
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would end only the search on Ctrl-C, and then continue
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")  # trials may be short
     script.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
-    use_gpu = cluster.start(1, config.cluster.use_gpu, packages=[shared, training])
-    resources = config.tuning.resources_per_trial or ({"GPU": 1} if use_gpu else {"CPU": 1})
-    if distributed_training.count_fitting_workers(resources) == 0:
-        totals = ray.cluster_resources()
-        available = {name: totals.get(name, 0) for name in resources}
+    resources = config.tuning.resources_per_trial
+    use_gpu = cluster.start(1, config.cluster.use_gpu, packages=[shared, training], check_room=not resources)
+    if resources and not distributed_training.has_room(resources, 1, driver):
+        total = distributed_training.available(resources)
         setting = f"tuning.resources_per_trial = {resources}"
-        raise UsageError(f"{setting}: more than any node has; the cluster has {available} in total")
+        raise UsageError(f"{setting}: more than any node has; the cluster has {total} in total")
+    resources = resources or ({"GPU": 1} if use_gpu else {"CPU": 1})
 
     trainable = tune.with_resources(make_trial(config.model_dump(mode="json"), data_folder), resources)
     results = build_tuner(config, search, options.resume, trainable).fit()
     for result in sorted(results, key=lambda result: -(result.metrics or {}).get("best_accuracy", 0)):
         driver.log(describe(result))
-    if results.num_errors == len(results):
-        raise RunFailed(f"every trial failed, the first with: {last_line(results.errors[0])}")
-    best = results.get_best_result("best_accuracy")
+    trained = [result for result in results if failure(result) is None]
+    if not trained:
+        raise RunFailed(f"every trial failed, the first with: {failure(results[0])}")
+    best = max(trained, key=lambda result: result.metrics["best_accuracy"])
     configuration.write(with_values(config, best.config), options.out)
     driver.log(f"the best configuration is in {options.out}: {describe_values(best.config)}; trials in {search.folder}")
+
+
+def search_options(config: Config, data_folder: str) -> dict:
+    """Return the keys that a resumed search compares, with their values: all that decide its result, and HONORED.
+
+    `data` stands for the rows. Each trial has its own training.lr and training.epochs.
+    """
+    rows, per_trial = {"file", "text_column", "label_column"}, {"lr", "epochs"}
+    sections = config.model_dump(mode="json", exclude={
+        "paths": True, "cluster": True, "checkpoint": True,
+        "dataset": {*rows, "loader_workers"}, "training": {*per_trial, "log_every"},
+    })  # fmt: skip
+    values = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    return {**values, "data": Path(data_folder).name}
 
 
 def build_tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dict], None]) -> tune.Tuner:
@@ -108,7 +161,7 @@ def build_tuner(config: Config, search: Search, resume: bool, trainable: Callabl
             storage_path=search.storage_path,
             verbose=0,
             checkpoint_config=tune.CheckpointConfig(num_to_keep=2),
-            failure_config=tune.FailureConfig(max_failures=1),
+            failure_config=tune.FailureConfig(max_failures=1),  # whatever failed; so a trial returns a user's error
         ),
     )
 
@@ -152,10 +205,17 @@ def make_trial(config_values: dict, data_folder: str) -> Callable[[dict], None]:
     """Return a trainable for Tune: a training in one process that reports accuracy and a checkpoint after each epoch.
 
     It continues from a checkpoint that Tune provides: its own after a failure, or another trial's in population based
-    training. It then uses the trial's learning rate, not the checkpoint's. config_values: a dumped Config.
+    training. It then uses the trial's learning rate, not the checkpoint's. A UsageError, such as weights that are not
+    finite, ends it at once: it would come again. config_values: a dumped Config.
     """
 
-    def trial(values: dict) -> None:
+    def trial(values: dict) -> dict | None:
+        try:
+            train(values)
+        except UsageError as error:  # Tune tries again what raises; what a trial returns is its last report
+            return {"accuracy": math.nan, "error": str(error)}
+
+    def train(values: dict) -> None:
         torch.set_num_threads(1)
         config = with_values(Config.model_validate({**config_values, "checkpoint": {}}), values)  # saves every epoch
         worker = distributed.Worker(device=assigned_device())
@@ -186,15 +246,16 @@ def describe_values(values: dict) -> str:
 def describe(result: tune.Result) -> str:
     """Describe a trial in one line."""
     values = describe_values(result.config)
-    if result.error is not None:
-        return f"{values}  failed: {last_line(result.error)}"
+    if reason := failure(result):
+        return f"{values}  failed: {reason}"
     return f"{values}  accuracy {result.metrics['best_accuracy']:.4f}, the best of {result.metrics['epoch']}"
 
 
-def last_line(error: Exception) -> str:
-    """Return the last line of a trial's error, without its traceback."""
-    return str(error).strip().splitlines()[-1]
+def failure(result: tune.Result) -> str | None:
+    """Return why a trial failed, in one line without its traceback; None if it did not fail."""
+    reason = (result.metrics or {}).get("error") if result.error is None else str(result.error).strip().splitlines()[-1]
+    return reason and reason.replace("--lr", "tuning.lr")
 
 
 if __name__ == "__main__":
-    script.run_main(main)
+    script.run_main(main, configuration.name_keys)
