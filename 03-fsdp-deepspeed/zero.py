@@ -37,7 +37,7 @@ def state_tensors(engine: object) -> list[torch.Tensor]:
 
 
 def save_zero(folder: str | Path, engine: object) -> None:
-    """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective; folders as above."""
+    """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective; see `save_sharded`."""
     with fail_together():
         weights = dict(engine.module.named_parameters())
         check_finite({name: getattr(weight, "ds_tensor", weight) for name, weight in weights.items()})

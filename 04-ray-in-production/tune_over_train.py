@@ -99,7 +99,8 @@ def main() -> None:
     )
     results = tuner.fit()
     for result in results:
-        workers = f"  {result.metrics['world_size']} workers" if result.metrics else ""
+        reported = result.metrics or {}
+        workers = f"  {reported['world_size']} workers" if "world_size" in reported else ""
         driver.log(tuning.describe(result) + workers)
     if results.num_errors == len(results):
         raise RunFailed(f"every trial failed, the first with: {tuning.failure(results[0])}")

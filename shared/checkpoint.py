@@ -71,6 +71,8 @@ def load(path: str | Path) -> dict:
         raise ValueError("not a checkpoint of this workshop")
     if name := first_not_finite(state.get("model", {})):
         raise ValueError(f"diverged: {name} in it is not finite")
+    if not state.get("finite", True):  # of a sharded checkpoint, whose weights are in other files
+        raise ValueError("diverged: its weights were not finite")
     return state
 
 

@@ -143,7 +143,7 @@ class Progress:
         so its good checkpoints stay.
         """
         for number, loss in enumerate(step_losses, self.step + 1):
-            check_finite(f"the loss of step {number}", loss)
+            check_finite_number(f"the loss of step {number}", loss)
         for loss, count in zip(step_losses, counts, strict=True):
             self.loss_sum += loss * count
         self.step += len(counts)
@@ -156,7 +156,7 @@ class Progress:
 
         Raises UsageError if the validation loss is not finite, because the last step has broken the weights.
         """
-        check_finite("val_loss", measured["val_loss"])
+        check_finite_number("val_loss", measured["val_loss"])
         line = {
             "epoch": self.epoch + 1,
             "train_loss": self.loss_sum / self.position,
@@ -180,7 +180,7 @@ class Progress:
         )
 
 
-def check_finite(what: str, value: float) -> None:
+def check_finite_number(what: str, value: float) -> None:
     """Raises UsageError if a number of the training is not finite."""
     if not math.isfinite(value):
         raise UsageError(f"diverged: {what} is {value} (not saved): start a new run with a smaller --lr")

@@ -19,7 +19,8 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> 
 
     Collective. The folder may be a different one on each node: their files together are the checkpoint. The optimizer
     must have taken a step. Otherwise torch takes one itself to have something to save: with a learning rate of 0, but
-    Adam counts it like any other, and the training would differ.
+    Adam counts it like any other, and the training would differ. Raises UsageError, on every rank, if weights are not
+    finite.
     """
     import torch.distributed.checkpoint as dcp  # half a second, for those who need it
     from torch.distributed.checkpoint.state_dict import get_state_dict

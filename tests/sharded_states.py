@@ -116,8 +116,10 @@ def zero3(action: str, folder: Path, worker: distributed.Worker) -> None:
         dist.barrier()
         engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
     else:
+        stored = sorted(folder.rglob("*"))
         with zero.universal_format(folder, worker) as converted:
             zero.restore_zero(converted, engine, universal=True)
+        assert sorted(folder.rglob("*")) == stored  # a stored checkpoint is never written to
     weights = {}
     for name, parameter in engine.module.named_parameters():
         with deepspeed.zero.GatheredParameters(parameter):

@@ -18,7 +18,7 @@ from training import config as configuration
 from training import tune
 
 from shared import lease
-from shared.errors import UsageError
+from shared.errors import RunFailed, UsageError
 
 SYNTHETIC = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=200", "training.batch_size=10")
 SEARCH = (*SMALL, "tuning.num_samples=4", "tuning.epochs=[2, 6]", "tuning.lr.lowest=1e-3", "tuning.lr.highest=3e-2")
@@ -251,6 +251,47 @@ def test_a_users_error_ends_a_trial_at_once(program, on_cluster, tmp_path):
     assert not has_traceback(said) and not list(tmp_path.glob("runs/search/*/error.txt"))
     ((row,),) = reports(tmp_path / "runs/search").values()
     assert "diverged" in row["error"] and not (tmp_path / "best/environment.yaml").exists()
+
+
+@pytest.mark.parametrize("num_failed", [1, 2])
+def test_a_trial_that_failed_before_its_first_report_is_a_line(num_failed, tmp_path, monkeypatch, capsys):
+    """What Tune itself knows of such a trial is no number of workers. The other trials still have a winner."""
+    monkeypatch.syspath_prepend(ROOT / "04-ray-in-production")
+    import tune_over_train
+
+    class Results(list):
+        num_errors, num_terminated = num_failed, 2 - num_failed
+        errors = [RuntimeError("Traceback ...\nRuntimeError: no such luck")] * num_failed
+
+        def get_best_result(self, *_: str) -> Namespace:
+            return self[-1]
+
+    known = {"trial_id": "4f", "config": {"lr": 0.01, "epochs": 2}}
+    failed = Namespace(config=known["config"], error=Results.errors[0], metrics=known)
+    reported = known | {"best_accuracy": 0.5, "epoch": 2, "world_size": 2}
+    found = Results(
+        [failed, failed if num_failed == 2 else Namespace(**vars(failed) | {"error": None, "metrics": reported})]
+    )
+    monkeypatch.setattr(tune_over_train.cluster, "start", lambda *_, **__: False)
+    monkeypatch.setattr(tune_over_train.distributed_training, "check_resources", lambda *_: False)
+    monkeypatch.setattr(tune_over_train.tune, "with_parameters", lambda trial, **_: trial)
+    monkeypatch.setattr(tune_over_train.tune, "Tuner", lambda *_, **__: Namespace(fit=lambda: found))
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")  # as the script sets it
+    changes = ("dataset.kind=synthetic", "model.kind=mlp", "cluster.num_workers=2")
+    words = [word for change in changes for word in ("--set", change)]
+    folder = str(ROOT / "04-ray-in-production/program/config")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tune_over_train.py", "--config-dir", folder, *words])
+    if num_failed == 2:
+        with pytest.raises(RunFailed, match="every trial failed, the first with: RuntimeError: no such luck"):
+            tune_over_train.main()
+    else:
+        tune_over_train.main()
+    line, *others = capsys.readouterr().out.splitlines()
+    assert line == "[driver] lr 1.00e-02  epochs  2  failed: RuntimeError: no such luck"
+    if num_failed == 1:
+        winner = "lr 1.00e-02  epochs  2  accuracy 0.5000, the best of 2"
+        assert others == [f"[driver] {winner}  2 workers", f"[driver] best: {winner}"]
 
 
 def test_a_trial_of_two_workers(on_cluster, tmp_path):

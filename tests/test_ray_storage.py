@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow.fs
 import pytest
 import ray
+import torch
 
+import zero
 from shared import checkpoint, lease, runs, sharded, tasks
 from shared.distributed import Worker, fail_together
 from shared.errors import UsageError
@@ -139,6 +143,65 @@ def test_of_a_checkpoint_in_a_cloud_only_the_small_file_is_fetched(tmp_path, mon
     path, state, skipped = RayRun("").load_newest(Worker())
     assert (Path(path).name, state["progress"]["step"]) == (older.name, 4)
     assert skipped == [f"{newest.name} (truncated: shard-1 in it is not as it was written)"]
+
+
+def writer_of(kind: str, model: torch.nn.Module) -> Callable[[str], None]:
+    """What writes a sharded checkpoint of `model` after a step, as the scripts of chapter 3 do."""
+    if kind == "deepspeed":
+        engine = SimpleNamespace(module=model, save_checkpoint=lambda folder, **_: (Path(folder) / "zero/0").touch())
+        return lambda folder: zero.save_zero(folder, engine)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return lambda folder: sharded.save_sharded(folder, model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", "deepspeed"])
+def test_a_sharded_checkpoint_records_that_its_weights_were_finite(kind, tmp_path, monkeypatch):
+    def keep(metrics: dict, checkpoint: ray.train.Checkpoint, checkpoint_dir_name: str) -> None:
+        checkpoint.to_directory(tmp_path / checkpoint_dir_name)
+
+    monkeypatch.setattr("ray.train.report", keep)
+    run, model = RayRun(str(tmp_path)), torch.nn.Linear(2, 1)
+    write = writer_of(kind, model)
+    run.report({"progress": {"step": 4}}, {}, Worker(), write)
+    with torch.no_grad():
+        model.bias.fill_(torch.nan)
+    with pytest.raises(UsageError, match=r"diverged: bias is not finite \(not saved\)"):
+        run.report({"progress": {"step": 8}}, {}, Worker(), write)
+    (path,) = run.list_newest_first()
+    assert run.load(path)["progress"] == {"step": 4} and run.load(path)["finite"] is True
+    assert run.load_newest(Worker())[0] == path
+
+
+@pytest.mark.parametrize("in_a_cloud", [False, True])
+@pytest.mark.parametrize("older", [{"finite": True}, {}])  # the second one of an earlier version
+def test_a_sharded_checkpoint_that_diverged_is_passed_over(older, in_a_cloud, tmp_path, monkeypatch, capsys):
+    """The slices are not read for it: the record is in the small file."""
+    for step, record in ((4, older), (8, {"finite": False})):
+        state = {"progress": {"step": step}, "files": {}, **record}
+        checkpoint.save_atomically(state, save(tmp_path, step) / storage.STATE_FILE)
+    run = RayRun(str(tmp_path))
+    if in_a_cloud:
+        cloud = pyarrow.fs.SubTreeFileSystem(str(tmp_path), pyarrow.fs.LocalFileSystem())
+        monkeypatch.setattr(storage, "file_system", lambda folder: (cloud, ""))
+    path, state, skipped = run.load_newest(Worker())
+    newest = "checkpoint-00000008-0abc"
+    assert (Path(path).name, state["progress"]["step"]) == ("checkpoint-00000004-0abc", 4)
+    assert skipped == [f"{newest} (diverged: its weights were not finite)"]
+    assert run.load_on_all_ranks(Worker())[1]["progress"]["step"] == 4
+    assert capsys.readouterr().out == f"[rank 0/1] skipped {skipped[0]}\n"
+
+
+def test_a_run_whose_sharded_checkpoints_have_all_diverged_is_not_resumed(tmp_path, capsys):
+    args = arguments("--storage-path", str(tmp_path), "--run-name", "mine", "--resume")
+    run = RayRun.from_args(args)
+    for step in (4, 8):
+        state = {"progress": {"step": step, "options": run.options}, "files": {}, "finite": False}
+        checkpoint.save_atomically(state, save(tmp_path / "mine", step) / storage.STATE_FILE)
+    with pytest.raises(ValueError, match=r"nothing to resume: no readable checkpoint in .*/mine"):
+        run.open_or_resume(args, Worker())
+    assert capsys.readouterr().out.count("(diverged: its weights were not finite)\n") == 2
 
 
 @pytest.mark.parametrize(("saved", "patience_s"), [(None, 10), ("something", 60)])

@@ -276,7 +276,8 @@ def new_folder() -> tempfile.TemporaryDirectory:
 def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
     """Rank 0 writes `state`, and Ray copies it to the run's storage, together with `metrics`. Collective.
 
-    write: called on every rank with a folder, for its own part of a sharded checkpoint.
+    write: called on every rank with a folder, for its own part of a sharded checkpoint. It raises, on every rank, if
+    weights are not finite: `state` then records that they were, since `load` reads only the small file.
     """
     with new_folder() as folder:
         if write is not None:
@@ -284,7 +285,8 @@ def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], No
             checksums = sharded.file_checksums(folder)
             wait_for_all()
             parts = gather_objects(checksums)
-            state = {**state, "files": {name: entry for part in parts for name, entry in part.items()}}
+            files = {name: entry for part in parts for name, entry in part.items()}
+            state = {**state, "files": files, "finite": True}
         if worker.rank == 0:
             checkpoint.save_safely(state, Path(folder) / STATE_FILE)
         # A resumed run may come to the same step again: the name must still be new.
