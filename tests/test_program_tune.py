@@ -273,7 +273,7 @@ def test_a_trial_that_failed_before_its_first_report_is_a_line(num_failed, tmp_p
         [failed, failed if num_failed == 2 else Namespace(**vars(failed) | {"error": None, "metrics": reported})]
     )
     monkeypatch.setattr(tune_over_train.cluster, "start", lambda *_, **__: False)
-    monkeypatch.setattr(tune_over_train.distributed_training, "check_resources", lambda *_: False)
+    monkeypatch.setattr(tune_over_train.distributed_training, "check_resources", lambda *_, **__: False)
     monkeypatch.setattr(tune_over_train.tune, "with_parameters", lambda trial, **_: trial)
     monkeypatch.setattr(tune_over_train.tune, "Tuner", lambda *_, **__: Namespace(fit=lambda: found))
     monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")  # as the script sets it
