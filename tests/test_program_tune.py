@@ -93,16 +93,30 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(program, on_cluste
     (["--resume"], "--resume needs the --run-name"),
     (["--set", "tuning.scheduler=hyperband"], "tuning.scheduler = 'hyperband': should be 'none' or 'asha'"),
     (["--set", "tuning.epochs=[]"], r"tuning.epochs = \[\]: should have at least 1 item"),
+    (["--set", "tuning.scheduler=asha", "--set", "tuning.epochs=[1]"], "tuning.grace_epochs = 2: asha"),
+    (["--out", "kept"], r"--out kept holds a configuration already \(environment.yaml\)"),
 ])  # fmt: skip
 def test_what_a_search_refuses(more, words, tmp_path, monkeypatch):
     (tmp_path / "runs/taken").mkdir(parents=True)
     (tmp_path / "runs/taken/experiment_state-2026-11-23_00-00-00.json").touch()
     (tmp_path / "runs/trained/checkpoint-00000007-abc").mkdir(parents=True)  # of a training run
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept/environment.yaml").touch()
     folder = str(ROOT / "04-ray-in-production/program/config")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["tune.py", "--config-dir", folder, "--out", "best", *more])
     with pytest.raises(UsageError, match=words):
         tune.main()
+    assert (tmp_path / "kept/environment.yaml").read_text() == ""
+
+
+def test_only_a_resumed_search_writes_its_result_again_and_never_over_what_it_reads(tmp_path):
+    (tmp_path / "best").mkdir()
+    (tmp_path / "best/environment.yaml").touch()
+    configuration.prepare_to_write(str(tmp_path / "best"), str(tmp_path), may_replace=True)
+    for config_dir, may_replace in ((tmp_path, False), (tmp_path / "best", True), (tmp_path / "best", False)):
+        with pytest.raises(ValueError, match="holds a configuration already"):
+            configuration.prepare_to_write(f"{tmp_path}/best/.", str(config_dir), may_replace)
 
 
 class RayStarted(Exception):
