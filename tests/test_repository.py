@@ -92,7 +92,7 @@ def packages(requirements: Iterable[str]) -> set[str]:
     return {canonicalize_name(Requirement(each).name) for each in requirements}
 
 
-LOCAL = {"shared", "training", "ray_images", "zero", "train_ddp"}
+LOCAL = {"shared", "training", "ray_images", "ds_settings", "zero", "train_ddp"}
 
 
 def imported(path: Path, on_import: bool = False) -> set[str]:
