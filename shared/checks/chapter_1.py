@@ -476,10 +476,10 @@ def exercise_1_5b(script: str | Path) -> None:
     try:
         downloads, report = run_two_nodes(script)
     except Wrong as error:
-        if "FileNotFoundError" in str(error):
+        if missing := re.search(r"FileNotFoundError.*node-(\d)/numbers", str(error)):
             raise Wrong(
-                "a rank on the second node does not find numbers.txt on its node's disk. Which ranks are on that node, "
-                "and which of them should download?"
+                f"a rank on node {missing[1]} does not find numbers.txt on its node's disk. Which ranks are on that "
+                "node, and which of them should download?"
             ) from None
         raise
     if downloads != [1, 1]:
