@@ -76,7 +76,7 @@ def test_1_5b_accepts(happens, capsys):
 
 @pytest.mark.parametrize(("outcome", "because"), [
     (NotImplementedError(), "not done yet"),
-    (machinery.Wrong("the script failed: FileNotFoundError: [Errno 2] No such file: '/tmp/a/node-1/numbers.txt'"),  # as it was given
+    (machinery.Wrong("the script failed: FileNotFoundError: [Errno 2] No such file: 'node-1/numbers.txt'"),  # as given
      "a rank on node 1 does not find numbers.txt on its node's disk. Which ranks are on that node"),
     (machinery.Wrong("the script failed: NameError: name 'rank' is not defined"), "not right yet: the script failed: "),
     (([2, 2], ["5050"]), "the two nodes downloaded 2 and 2 times: once on each is enough. Which number is 0"),

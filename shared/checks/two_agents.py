@@ -25,7 +25,7 @@ while not any(agent.poll() for agent in agents) and None in (agent.poll() for ag
     time.sleep(0.1)
 failed = next((agent.returncode for agent in agents if agent.poll()), 0)
 if failed:
-    with suppress(subprocess.TimeoutExpired):  # the other one has a few seconds to fail by itself
+    with suppress(subprocess.TimeoutExpired):  # the other one has a few seconds to fail too
         for agent in agents:
             agent.wait(timeout=5)
 for agent in agents:
