@@ -1,7 +1,5 @@
 """The exercise checks of chapter 1: DDP with plain PyTorch."""
 
-import argparse
-import contextlib
 import copy
 import io
 import json
@@ -13,10 +11,9 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.run import get_args_parser
 
-from shared import models
-from shared.checks.machinery import Wrong, exercise, expect_close, run_script
+from shared import models, rendezvous
+from shared.checks.machinery import Wrong, exercise, expect_close, expect_success, run_command, run_script
 
 # --- Lesson 1.1: one process ---------------------------------------------------------------------------------------
 
@@ -535,78 +532,84 @@ def exercise_1_4c(script: str | Path) -> None:
 # --- Lesson 1.5: two nodes ------------------------------------------------------------------------------------------
 
 
-@exercise("1.5a", "a node's ranks follow one another: rank = the processes on the nodes before it + local rank.")
-def exercise_1_5a(answer: tuple[Callable, Callable]) -> None:
-    """(place_of, rank_of), where processes[i] is the number of processes on node i:
+@exercise("1.5a", "the same last line can have two causes: the logs of all nodes tell which.")
+def exercise_1_5a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> for each launch in failed_launches.txt its cause."""
+    answers = ("missing agent", "wrong id", "wrong endpoint", "wrong interface", "missing package")
+    seen = diagnose()
+    if not isinstance(seen, dict) or set(seen) != {"A", "B", "C", "D"}:
+        raise Wrong(f"return a dict with the keys A, B, C and D; yours is {seen!r}")
+    if unknown := [answer for answer in seen.values() if answer not in answers]:
+        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, answers))}")
+    both = "Both agents of this launch have written a log."
+    ranks = "Ranks were started, so the agents had met. Which rank failed first, and in which line of the script?"
+    for launch, expected, other, hints in (
+        ("A", "wrong id", "No rank was started: how far did each of the two agents get?", {
+            "missing agent": f"{both} What would make them wait although both are there?",
+            "wrong endpoint": "What does an agent print that reaches no store? Is that in one of the logs?",
+        }),
+        ("B", "missing package", ranks, {
+            "missing agent": f"{both} And ranks were started on both nodes.",
+            "wrong interface": "Node 0's error can be a consequence: compare the times of the two failures.",
+        }),
+        ("C", "wrong endpoint", "No rank was started: how far did each of the two agents get?", {
+            "missing agent": f"{both} What was node 1 doing while node 0 waited?",
+            "wrong id": "With two ids both agents reach the store. Did both?",
+        }),
+        ("D", "wrong interface", ranks, {
+            "wrong endpoint": "Node 1's last line is that of launch C. But what had happened on node 1 before?",
+            "missing agent": f"{both} And ranks were started on both nodes.",
+        }),
+    ):  # fmt: skip
+        if seen[launch] != expected:
+            raise Wrong(f"launch {launch} is not {seen[launch]!r}. {hints.get(seen[launch], other)}")
 
-    place_of(rank, processes) -> (node, local_rank), and rank_of(node, local_rank, processes) -> rank.
+
+def run_two_nodes(script: str | Path) -> tuple[list[int], list[str]]:
+    """Run a script on two nodes with two ranks each; return how often each node downloaded, and the lines reported.
+
+    Raises NotImplementedError and Wrong as run_script does.
     """
-    place_of, rank_of = answer
-    for processes in ([2, 2], [4, 4, 4], [1, 1, 1], [4, 2, 8]):
-        places = [(node, local_rank) for node, count in enumerate(processes) for local_rank in range(count)]
-        for rank, (node, local_rank) in enumerate(places):
-            # What is right only where all nodes have as many processes as the first, or as this one.
-            for call, seen, expected, guesses in (
-                (f"place_of({rank}, {processes})", place_of(rank, processes), (node, local_rank),
-                 [divmod(rank, processes[0])]),
-                (f"rank_of({node}, {local_rank}, {processes})", rank_of(node, local_rank, processes), rank,
-                 [node * processes[0] + local_rank, node * processes[node] + local_rank]),
-            ):  # fmt: skip
-                if (tuple(seen) if isinstance(seen, list) else seen) != expected:
-                    hint = "Node 0 has the first ranks, node 1 the next ones, and so on; all numbers count from 0."
-                    if seen in guesses:
-                        hint = "That is right where all nodes have equally many processes: add up the nodes before."
-                    raise Wrong(f"{call} is {expected}; you say {seen!r}. {hint}")
+    if re.search(r"^raise NotImplementedError", Path(script).read_text(), flags=re.MULTILINE):
+        raise NotImplementedError  # the stub as it was given: no need to start it
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder, "report.txt")
+        agents = str(Path(__file__).with_name("two_agents.py"))
+        expect_success(*run_command([agents, folder, str(rendezvous.free_port()), str(script), str(report)]))
+        downloads = [len(list(Path(folder, f"node-{node}").glob("downloaded-by-*"))) for node in range(2)]
+        return downloads, report.read_text().splitlines() if report.exists() else []
 
 
-def parse_torchrun(words: list[str]) -> argparse.Namespace:
-    """torchrun's own reading of a command line. Raises Wrong with torchrun's message for one that it refuses."""
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        raise Wrong(f"return a list of strings, one a word, numbers too (str(8)); yours is {words!r}")
-    if words[1:3] == ["-m", "torch.distributed.run"]:
-        words = words[2:]
-    elif words[:1] != ["torchrun"]:
-        raise Wrong(f"the first word should be torchrun, and is {words[0]!r}" if words else "the list is empty")
-    errors = io.StringIO()
+@exercise("1.5b", "the download once per node, each number and the report once per job.")
+def exercise_1_5b(script: str | Path) -> None:
+    """A script that, on two nodes, downloads once on each, adds up 1 to 100 over all ranks, and reports one line."""
     try:
-        with contextlib.redirect_stderr(errors):
-            return get_args_parser().parse_args(words[1:])
-    except SystemExit:
-        raise Wrong(f"torchrun refuses it: {errors.getvalue().strip().rpartition('error: ')[2]}") from None
-
-
-@exercise("1.5b", "the same command on every node: the agents settle between them who is who.")
-def exercise_1_5b(node_command: Callable[[int, list[str], int, list[str]], list[str]]) -> None:
-    """node_command(node, hosts, nproc, arguments) -> the words of the torchrun command for that node."""
-    for hosts, nproc, arguments in ((["gpu-1", "gpu-2"], 8, ["--epochs", "5"]), (["a", "b", "c"], 1, ["--nnodes"])):
-        answers = [node_command(node, list(hosts), nproc, list(arguments)) for node in range(len(hosts))]
-        commands = [parse_torchrun(words) for words in answers]
-        for node, (host, command) in enumerate(zip(hosts, commands, strict=True)):
-            where = f"node {node} ({host}) of {hosts}"
-            if command.standalone:
-                raise Wrong("--standalone means this machine alone: with it every node trains by itself")
-            if [command.training_script, *command.training_script_args] != ["train_ddp.py", *arguments]:
-                seen = [command.training_script, *command.training_script_args]
-                raise Wrong(f"torchrun's options, then train_ddp.py and {arguments}; on {where} that end is {seen}")
-            for option, seen, expected in (
-                ("--nnodes", command.nnodes, str(len(hosts))),
-                ("--nproc-per-node", command.nproc_per_node, str(nproc)),
-                ("--rdzv-backend", command.rdzv_backend, "c10d"),
-            ):
-                if seen != expected:
-                    hint = ". (--node-rank and --master-addr are the older way: section 1)" if seen == "static" else ""
-                    raise Wrong(
-                        f"on {where}, {nproc} process(es) a node, {option} should be {expected}, and is {seen}{hint}"
-                    )
-            if command.rdzv_endpoint.partition(":")[0] != hosts[0]:
-                hint = f"All meet at one place: --rdzv-endpoint {hosts[0]}:29500, on every node."
-                raise Wrong(f"on {where} --rdzv-endpoint is {command.rdzv_endpoint or 'missing'}. {hint}")
-        if len({command.rdzv_endpoint for command in commands}) > 1:
-            raise Wrong(f"the nodes knock at several ports: {[command.rdzv_endpoint for command in commands]}")
-        ids = [command.rdzv_id for command in commands]
-        if len(set(ids)) > 1 or ids[0] == "none":
-            hint = " (none where it is missing)" if "none" in ids else ""
-            raise Wrong(f"one launch has one --rdzv-id, the same on every node; yours are {ids}{hint}")
+        downloads, report = run_two_nodes(script)
+    except Wrong as error:
+        if missing := re.search(r"FileNotFoundError.*node-(\d)/numbers", str(error)):
+            raise Wrong(
+                f"a rank on node {missing[1]} does not find numbers.txt on its node's disk. Which ranks are on that "
+                "node, and which of them should download?"
+            ) from None
+        raise
+    if downloads != [1, 1]:
+        raise Wrong(
+            f"the two nodes downloaded {downloads[0]} and {downloads[1]} times: once on each is enough. Which number "
+            "is 0 for exactly one process of each node?"
+        )
+    if not report:
+        raise Wrong("nobody reports the sum: which process should?")
+    hints = {  # the sum, and what has led to it
+        "10100": "Every number counts twice: both nodes divide the same numbers among their own two processes.",
+        "10097": "The parts overlap: they start at the number in the job, and step by the size of the node.",
+        "4950": "Two processes have the same part, and others are missing: they start at the number on the node, and "
+        "step by the size of the job.",
+    }
+    if report[0] != "5050":
+        hint = hints.get(report[0], "Each number should be in the part of exactly one process of the job.")
+        raise Wrong(f"the sum is {report[0]}, expected 5050. {hint}")
+    if len(report) > 1:
+        raise Wrong(f"{len(report)} lines are reported, expected one: the condition is true on each node")
 
 
 # --- Lesson 1.6: port a script --------------------------------------------------------------------------------------
