@@ -27,13 +27,13 @@ def ported(monkeypatch, tmp_path):
     """Lets a test say what the port returns on one worker and on two, or how it fails, without starting any."""
 
     def returns(one, two):
-        def run_script(runner, nproc, script, results):
-            outcome = {1: one, 2: two}[nproc]
+        def start_port(num_workers, runner, script, results):
+            outcome = {1: one, 2: two}[num_workers]
             if isinstance(outcome, Exception):
                 raise outcome
             torch.save(outcome, results)
 
-        monkeypatch.setattr(chapter_2, "run_script", run_script)
+        monkeypatch.setattr(chapter_2, "start_port", start_port)
         script = tmp_path / "ported.py"
         script.write_text("def train_function(config): ...")
         return script
@@ -56,7 +56,9 @@ def test_2_1a_a_stub_is_not_done_yet(ported, capsys):
     assert_rejects(checks.exercise_2_1a, script, "not done yet", capsys)
 
 
-NO_MODULE = machinery.Wrong("the script failed: AttributeError: 'MLP' object has no attribute 'module'")
+NO_MODULE = machinery.Wrong(
+    "the script failed: AttributeError: 'MLP' object has no attribute 'module'. Did you mean: 'x'?"
+)
 NO_SET_EPOCH = machinery.Wrong("the script failed: AttributeError: 'RandomSampler' object has no attribute 'set_epoch'")
 
 
@@ -65,7 +67,8 @@ NO_SET_EPOCH = machinery.Wrong("the script failed: AttributeError: 'RandomSample
     (NO_MODULE, None, "on one worker the script failed: AttributeError: 'MLP' object has no attribute 'module'. p"),
     (NO_SET_EPOCH, None, "has no attribute 'set_epoch'. Which sampler does this loader have? Look at section 4."),
     (machinery.Wrong("the script failed: NameError: name 'los' is not defined"), None, "NameError: name 'los' is not"),
-    (RIGHT, machinery.Wrong("the script failed: RuntimeError: Connection closed by peer"), "on two workers the script"),
+    (RIGHT, machinery.Wrong("the script failed: Connection closed by peer [127.0.0.1]. This is typically caused by"),
+     "on two workers the script failed: Connection closed by peer [127.0.0.1]. Does every rank call every collective?"),
     (RIGHT, machinery.Wrong("it hangs: no end after 240 s."), "on two workers it hangs: no end after 240 s. Does"),
     (RIGHT, RIGHT | {"step_losses": RIGHT["step_losses"][::2]}, "two workers take 20 steps in two epochs, expected 40"),
     (RIGHT, RIGHT | {"step_losses": 2 * RIGHT["step_losses"]}, "Does each worker train on all images"),

@@ -44,7 +44,7 @@ spec = importlib.util.spec_from_file_location("ported", sys.argv[1])
 ported = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(ported)
 returned = TorchTrainer(ported.train_function, scaling_config=ScalingConfig(num_workers=0)).fit().return_value
-if os.environ["RANK"] == "0":
+if os.environ.get("RANK", "0") == "0":
     torch.save(returned, sys.argv[2])
 """
 
@@ -56,14 +56,14 @@ def run_port(script: str | Path, num_workers: int) -> dict:
         runner, results = Path(folder, "runner.py"), Path(folder, "results.pt")
         runner.write_text(PORT_RUNNER)
         try:
-            run_script(runner, num_workers, str(script), str(results))
+            start_port(num_workers, str(runner), str(script), str(results))
         except Wrong as error:
             hints = {
                 "'module'": "prepare_model did not wrap this model. When does it, and when does it not?",
                 "'set_epoch'": "Which sampler does this loader have? Look at section 4.",
                 "[Cc]onnection|[Tt]imed out|it hangs": "Does every rank call every collective?",
             }
-            said = str(error).partition(". Did you mean")[0].rstrip(".")  # Python's advice misleads here
+            said = re.split(r"\. (?:Did you mean|This is typically)", str(error))[0].rstrip(".")  # advice that misleads
             hint = next((hint for pattern, hint in hints.items() if re.search(pattern, said)), "")
             raise Wrong(f"{where} {said}. {hint}".strip()) from None
         returned = torch.load(results, weights_only=True)
@@ -71,6 +71,14 @@ def run_port(script: str | Path, num_workers: int) -> dict:
     if not isinstance(returned, dict) or not all(returned.get(name) for name in names):
         raise Wrong(f"{where} train_function should return a dict with {', '.join(names)}: keep its last line")
     return returned
+
+
+def start_port(num_workers: int, runner: str, script: str, results: str) -> None:
+    """Run the port by plain Python as one process, or under torchrun as several."""
+    if num_workers == 1:
+        expect_success(*run_command([runner, script, results]))
+    else:
+        run_script(runner, num_workers, script, results)
 
 
 def expect_same_steps(one: dict, two: dict) -> None:
