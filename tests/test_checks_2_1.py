@@ -1,143 +1,154 @@
 """The checks of lesson 2.1: right answers pass, the stub and plausible wrong ones are rejected with help."""
 
-from pathlib import Path
+import json
+from collections import Counter
 
 import pytest
 import torch
 from answers import assert_accepts, assert_rejects, stub
-from ray.train import ScalingConfig
+from notebook_rules import ROOT
 from torch.utils.data import DistributedSampler
 
 from shared import checks, sampling
+from shared.checks import chapter_2, machinery
+
+# --- 2.1a: a port to repair ------------------------------------------------------------------------------------------
+
+RIGHT = {  # what the repaired function returns; the orders are shortened
+    "step_losses": [2.3 - step / 20 for step in range(40)],
+    "orders": [[6, 3, 6, 0], [1, 2, 1, 1]],
+    "test": [250.0, 261.0],
+    "weights": {"layers.1.weight": torch.ones(1), "layers.1.bias": torch.ones(1)},
+}
 
 
-@pytest.mark.parametrize("check", [checks.exercise_2_1a, checks.exercise_2_1b, checks.exercise_2_1c])
-def test_a_stub_is_not_done_yet(check, capsys):
-    assert_rejects(check, stub, "not done yet", capsys)
+@pytest.fixture
+def ported(monkeypatch, tmp_path):
+    """Lets a test say what the port returns on one worker and on two, or how it fails, without starting any."""
+
+    def returns(one, two):
+        def start_port(num_workers, runner, script, results):
+            outcome = {1: one, 2: two}[num_workers]
+            if isinstance(outcome, Exception):
+                raise outcome
+            torch.save(outcome, results)
+
+        monkeypatch.setattr(chapter_2, "start_port", start_port)
+        script = tmp_path / "ported.py"
+        script.write_text("def train_function(config): ...")
+        return script
+
+    return returns
 
 
-# --- 2.1a: the scale of a run ----------------------------------------------------------------------------------------
+def losses_that_differ_from(step):
+    return [loss + (number >= step) * 1e-6 for number, loss in enumerate(RIGHT["step_losses"], start=1)]
 
 
-def plan(num_workers, num_gpus, global_batch):
-    batch_size = sampling.local_batch_size(global_batch, num_workers)
-    return ScalingConfig(num_workers=num_workers, use_gpu=num_gpus >= num_workers), {"batch_size": batch_size}
+def test_2_1a_accepts(ported, capsys):
+    script = ported(RIGHT, RIGHT | {"step_losses": [loss * (1 + 1e-13) for loss in RIGHT["step_losses"]]})
+    assert_accepts(checks.exercise_2_1a, script, capsys)
 
 
-def by_any_gpu(num_workers, num_gpus, global_batch):
-    return ScalingConfig(num_workers=num_workers, use_gpu=num_gpus > 0), plan(num_workers, num_gpus, global_batch)[1]
+def test_2_1a_a_stub_is_not_done_yet(ported, capsys):
+    script = ported(None, None)
+    script.write_text("raise NotImplementedError  # delete this line")
+    assert_rejects(checks.exercise_2_1a, script, "not done yet", capsys)
 
 
-def always_two_workers(num_workers, num_gpus, global_batch):
-    return ScalingConfig(num_workers=2), plan(num_workers, num_gpus, global_batch)[1]
+NO_MODULE = machinery.Wrong(
+    "the script failed: AttributeError: 'MLP' object has no attribute 'module'. Did you mean: 'x'?"
+)
+NO_SET_EPOCH = machinery.Wrong("the script failed: AttributeError: 'RandomSampler' object has no attribute 'set_epoch'")
 
 
-def global_batch_for_each(num_workers, num_gpus, global_batch):
-    return plan(num_workers, num_gpus, 4 * num_workers)[0], {"batch_size": global_batch}
-
-
-def rounded_down(num_workers, num_gpus, global_batch):
-    return ScalingConfig(num_workers=num_workers, use_gpu=num_gpus >= num_workers), {
-        "batch_size": global_batch // num_workers
-    }
-
-
-def by_an_assert(num_workers, num_gpus, global_batch):
-    assert global_batch % num_workers == 0
-    return plan(num_workers, num_gpus, global_batch)
-
-
-def by_a_text(num_workers, num_gpus, global_batch):
-    return plan(num_workers, num_gpus, global_batch) if global_batch % num_workers == 0 else "does not divide"
-
-
-def test_2_1a_accepts(capsys):
-    assert_accepts(checks.exercise_2_1a, plan, capsys)
-
-
-@pytest.mark.parametrize(("answer", "because"), [
-    (by_any_gpu, "in plan(4, 2, 128) use_gpu is True, expected False. Each worker takes a GPU of its own"),
-    (always_two_workers, "plan(4, 0, 64) asks for 2 workers, expected 4"),
-    (global_batch_for_each, "each worker's batch is 64, expected 16. That is the global batch"),
-    (lambda *sizes: (plan(*sizes)[0], {"batch_size": sizes[2] / sizes[0]}), "is 16.0: a DataLoader takes an int"),
-    (rounded_down, "plan(3, 0, 64) returns {'batch_size': 21}: 64 does not divide by 3, so raise a ValueError"),
-    (by_an_assert, "plan(3, 0, 64) fails by an assert: a user's mistake is a ValueError"),
-    (by_a_text, "plan(3, 0, 64) returns 'does not divide': 64 does not divide by 3, so raise a ValueError"),
-    (lambda *sizes: plan(*sizes)[0], "should return a ScalingConfig and a dict"),
-    (lambda *sizes: (plan(*sizes)[0], 16), 'should return a train_loop_config with a "batch_size"; yours is 16'),
+@pytest.mark.parametrize(("one", "two", "because"), [
+    (NotImplementedError(), None, "not done yet"),
+    (NO_MODULE, None, "on one worker the script failed: AttributeError: 'MLP' object has no attribute 'module'. p"),
+    (NO_SET_EPOCH, None, "has no attribute 'set_epoch'. Which sampler does this loader have? Look at section 4."),
+    (machinery.Wrong("the script failed: NameError: name 'los' is not defined"), None, "NameError: name 'los' is not"),
+    (RIGHT, machinery.Wrong("the script failed: Connection closed by peer [127.0.0.1]. This is typically caused by"),
+     "on two workers the script failed: Connection closed by peer [127.0.0.1]. Does every rank call every collective?"),
+    (RIGHT, machinery.Wrong("it hangs: no end after 240 s."), "on two workers it hangs: no end after 240 s. Does"),
+    (RIGHT, RIGHT | {"step_losses": RIGHT["step_losses"][::2]}, "two workers take 20 steps in two epochs, expected 40"),
+    (RIGHT, RIGHT | {"step_losses": 2 * RIGHT["step_losses"]}, "Does each worker train on all images"),
+    (RIGHT | {"step_losses": RIGHT["step_losses"][:10]}, RIGHT, "one worker takes 10 steps in two epochs, expected 40"),
+    (RIGHT, RIGHT | {"orders": [[6, 3, 6, 0]] * 2}, "on two workers, rank 0 gets the images in the same order in both"),
+    (RIGHT | {"orders": [[6, 3, 6, 0]] * 2}, RIGHT, "on one worker, rank 0 gets the images in the same order"),
+    (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(1)}, "the loss of step 1 differs between one and two work"),
+    (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(1)}, "No weight has moved yet, so ask which images"),
+    (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(2)}, "Does Ray average the gradients of this model?"),
+    (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(21)}, "step 21 differs between one and two workers. The f"),
+    (RIGHT, RIGHT | {"test": [126.0, 131.0]}, "two workers count 131 test images, expected 261. That is the part of o"),
+    (RIGHT, RIGHT | {"test": [251.0, 262.0]}, "expected 261. An image counts twice: who has added it?"),
+    (RIGHT, RIGHT | {"test": [500.0, 522.0]}, "expected 261. Each rank tests all images."),
+    (RIGHT, RIGHT | {"test": [120.0, 261.0]}, "one and two workers get 250 and 120 test images right"),
+    (RIGHT, RIGHT | {"weights": {f"module.{name}": torch.ones(1) for name in RIGHT["weights"]}},
+     "\"weights\" begins with 'layers.1.weight' on one worker and with 'module.layers.1.weight' on two"),
+    (RIGHT, RIGHT | {"orders": []}, "on two workers train_function should return a dict with step_losses, orders"),
+    (None, None, "on one worker train_function should return a dict with step_losses"),
 ])  # fmt: skip
-def test_2_1a_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_1a, answer, because, capsys)
+def test_2_1a_rejects(one, two, because, ported, capsys):
+    assert_rejects(checks.exercise_2_1a, ported(one, two), because, capsys)
 
 
-# --- 2.1b: the epoch's order on any number of workers ----------------------------------------------------------------
+# --- 2.1b: four loaders to diagnose ----------------------------------------------------------------------------------
+
+DIAGNOSIS = {"A": "different seeds", "B": "nothing", "C": "padding", "D": "no set_epoch"}
 
 
-def start_epoch(loader, epoch):
-    if isinstance(loader.sampler, DistributedSampler):
-        loader.sampler.set_epoch(epoch)
+def test_2_1b_a_stub_is_not_done_yet(capsys):
+    assert_rejects(checks.exercise_2_1b, stub, "not done yet", capsys)
 
 
-def start_epoch_by_attribute(loader, epoch):
-    if hasattr(loader.sampler, "set_epoch"):
-        loader.sampler.set_epoch(epoch)
-
-
-def only_ours(loader, epoch):
-    if isinstance(loader.sampler, sampling.UnpaddedDistributedSampler):
-        loader.sampler.set_epoch(epoch)
-
-
-def only_on_several_workers(loader, epoch):
-    if getattr(loader.sampler, "num_replicas", 1) > 1:
-        loader.sampler.set_epoch(epoch)
-
-
-@pytest.mark.parametrize("answer", [start_epoch, start_epoch_by_attribute])
-def test_2_1b_accepts(answer, capsys):
-    assert_accepts(checks.exercise_2_1b, answer, capsys)
+def test_2_1b_accepts(capsys):
+    assert_accepts(checks.exercise_2_1b, lambda: DIAGNOSIS, capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
-    (lambda loader, epoch: loader.sampler.set_epoch(epoch), "has no attribute 'set_epoch'. Ask first what kind"),
-    (lambda loader, epoch: None, "with Ray's own sampler, a DistributedSampler it should be epoch 1, and is 0"),
-    (only_ours, "with Ray's own sampler, a DistributedSampler it should be epoch 1, and is 0: call its set_epoch"),
-    (only_on_several_workers, "with our own sampler on one worker it should be epoch 1, and is 0"),
+    (DIAGNOSIS | {"A": "nothing"}, "loader A: it is not 'nothing'. How often is each sample drawn in an epoch"),
+    (DIAGNOSIS | {"A": "padding"}, "loader A: it is not 'padding'. Padding repeats a sample, so that all ranks have"),
+    (DIAGNOSIS | {"B": "different seeds"}, "loader B: it is not 'different seeds'. Ranks that shuffle differently"),
+    (DIAGNOSIS | {"C": "not split"}, "loader C: it is not 'not split'. Then each rank would draw all 101 samples."),
+    (DIAGNOSIS | {"C": "no set_epoch"}, "loader C: it is not 'no set_epoch'. Compare the order of the two epochs"),
+    (DIAGNOSIS | {"D": "nothing"}, "loader D: it is not 'nothing'."),
+    (DIAGNOSIS | {"D": "shuffle"}, "'shuffle' is not one of the answers 'nothing', 'padding', 'no set_epoch'"),
+    ({"A": "padding"}, "return a dict with the keys A, B, C and D"),
+    (None, "return a dict with the keys A, B, C and D; yours is None"),
 ])  # fmt: skip
 def test_2_1b_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_1b, answer, because, capsys)
+    assert_rejects(checks.exercise_2_1b, lambda: answer, because, capsys)
 
 
-# --- 2.1c: the best checkpoint ---------------------------------------------------------------------------------------
+def test_2_1b_the_log_holds_what_the_check_says_of_it():
+    log = json.loads((ROOT / "02-ddp-pytorch-ray/four_loaders.json").read_text())
+    assert list(log) == list(DIAGNOSIS)
+
+    def draws(loader, epoch):
+        return Counter(log[loader]["rank 0"][epoch] + log[loader]["rank 1"][epoch])
+
+    for epoch in (0, 1):
+        assert sorted(draws("B", epoch)) == sorted(draws("D", epoch)) == list(range(101))
+        assert draws("A", epoch).total() == draws("B", epoch).total() == draws("D", epoch).total() == 101
+        assert draws("C", epoch).total() == 102 and len(draws("C", epoch)) == 101
+        assert len(draws("A", epoch)) < 90  # many samples are drawn twice, and as many never
+    for loader, ranks in log.items():
+        assert all((first == second) == (loader == "D") for first, second in ranks.values())
 
 
-def weights_in(checkpoint):
-    with checkpoint.as_directory() as folder:
-        return torch.load(Path(folder) / "model.pt", weights_only=True)
+def test_2_1b_the_log_is_what_the_samplers_deal():
+    log = json.loads((ROOT / "02-ddp-pytorch-ray/four_loaders.json").read_text())
+    dataset = range(101)
 
+    def dealt(sampler, epochs):
+        for epoch in epochs:
+            sampler.set_epoch(epoch)
+            yield list(sampler)
 
-def best_weights(result):
-    return weights_in(max(result.best_checkpoints, key=lambda pair: pair[1]["val_accuracy"])[0])
-
-
-def by_loss(result):
-    return weights_in(min(result.best_checkpoints, key=lambda pair: pair[1]["val_loss"])[0])
-
-
-@pytest.mark.parametrize("answer", [
-    best_weights,
-    lambda result: weights_in(result.get_best_checkpoint("val_accuracy", "max")),
-])  # fmt: skip
-def test_2_1c_accepts(answer, capsys):
-    assert_accepts(checks.exercise_2_1c, answer, capsys)
-
-
-@pytest.mark.parametrize(("answer", "because"), [
-    (lambda result: weights_in(result.checkpoint), "epoch 3, expected those of epoch 2. That is the newest one."),
-    (by_loss, "the weights of epoch 3, expected those of epoch 2"),
-    (lambda result: weights_in(result.best_checkpoints[0][0]), "the weights of epoch 1, expected those of epoch 2"),
-    (lambda result: result.best_checkpoints[1][0], "a state dict; yours is a Checkpoint"),
-    (lambda result: None, "a state dict; yours is a NoneType"),
-])  # fmt: skip
-def test_2_1c_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_1c, answer, because, capsys)
+    for rank in (0, 1):
+        unpadded = sampling.UnpaddedDistributedSampler(dataset, 2, rank, seed=7)
+        assert list(dealt(unpadded, (0, 1))) == log["B"][f"rank {rank}"]
+        assert list(dealt(unpadded, (0, 0))) == log["D"][f"rank {rank}"]
+        assert list(dealt(DistributedSampler(dataset, 2, rank), (0, 1))) == log["C"][f"rank {rank}"]
+        own_seed = sampling.UnpaddedDistributedSampler(dataset, 2, rank, seed=7 + rank)
+        assert list(dealt(own_seed, (0, 1))) == log["A"][f"rank {rank}"]

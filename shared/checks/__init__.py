@@ -23,7 +23,6 @@ from shared.checks.chapter_1 import (  # noqa: F401
 from shared.checks.chapter_2 import (  # noqa: F401
     exercise_2_1a,
     exercise_2_1b,
-    exercise_2_1c,
     exercise_2_2a,
     exercise_2_2b,
     exercise_2_3a,

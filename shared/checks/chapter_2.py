@@ -11,95 +11,140 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-from shared import models, sampling
+from shared import models
 from shared.checks.machinery import Wrong, exercise, expect_close, expect_success, run_command, run_script
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
 
 
-@exercise("2.1a", "the scale stands outside of the training function: more workers are another number.")
-def exercise_2_1a(plan: Callable) -> None:
-    """plan(num_workers, num_gpus, global_batch) -> (ScalingConfig, {"batch_size": each worker's part})."""
-    from ray.train import ScalingConfig  # takes seconds to import
-
-    for num_workers, num_gpus, global_batch in ((4, 0, 64), (4, 4, 64), (4, 2, 128), (1, 1, 32), (2, 8, 10)):
-        call = f"plan({num_workers}, {num_gpus}, {global_batch})"
-        answer = plan(num_workers, num_gpus, global_batch)
-        if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], ScalingConfig)):
-            raise Wrong(f"{call} should return a ScalingConfig and a dict; yours is {answer!r}")
-        scaling_config, config = answer
-        if scaling_config.num_workers != num_workers:
-            raise Wrong(f"{call} asks for {scaling_config.num_workers} workers, expected {num_workers}")
-        if bool(scaling_config.use_gpu) != (num_gpus >= num_workers):
-            hint = "Each worker takes a GPU of its own: use them if there are as many as workers, and only then."
-            raise Wrong(f"in {call} use_gpu is {scaling_config.use_gpu}, expected {num_gpus >= num_workers}. {hint}")
-        if not isinstance(config, dict) or "batch_size" not in config:
-            raise Wrong(f'{call} should return a train_loop_config with a "batch_size"; yours is {config!r}')
-        if isinstance(config["batch_size"], float):
-            raise Wrong(f"in {call} each worker's batch is {config['batch_size']}: a DataLoader takes an int; use //")
-        hint = "That is the global batch: each worker takes its part." if config["batch_size"] == global_batch else ""
-        expect_close(config["batch_size"], global_batch // num_workers, f"in {call} each worker's batch", hint=hint)
-    try:
-        answer = plan(3, 0, 64)
-    except ValueError:
-        return
-    except AssertionError:
-        raise Wrong("plan(3, 0, 64) fails by an assert: a user's mistake is a ValueError, with the numbers") from None
-    config = answer[1] if isinstance(answer, tuple) and len(answer) == 2 else answer
-    raise Wrong(f"plan(3, 0, 64) returns {config!r}: 64 does not divide by 3, so raise a ValueError")
+@exercise("2.1a", "one worker and two compute the same, and every image counts once.")
+def exercise_2_1a(script: str | Path) -> None:
+    """A module with `train_function(config)` for Ray Train, which returns the same on one worker and on two."""
+    if re.search(r"^raise NotImplementedError", Path(script).read_text(), flags=re.MULTILINE):
+        raise NotImplementedError  # the stub as it was given: no need to start it
+    one, two = (run_port(script, num_workers) for num_workers in (1, 2))
+    expect_same_steps(one, two)
+    expect_every_test_image(one, two)
+    if list(one["weights"]) != list(two["weights"]):
+        names = [next(iter(results["weights"]), "nothing") for results in (one, two)]
+        raise Wrong(
+            f'"weights" begins with {names[0]!r} on one worker and with {names[1]!r} on two: return the weights of the '
+            "same model, the one inside the wrapper"
+        )
 
 
-@exercise("2.1b", "every epoch has its order, on one worker and on many.")
-def exercise_2_1b(start_epoch: Callable) -> None:
-    """start_epoch(loader, epoch) tells the loader's sampler which epoch begins, where it can be told."""
-    dataset = TensorDataset(torch.arange(8))
-    for sampler, whose in (
-        (DistributedSampler(dataset, 2, 0), "Ray's own sampler, a DistributedSampler"),
-        (sampling.UnpaddedDistributedSampler(dataset, 1, 0), "our own sampler on one worker"),
-        (None, "the loader of one worker without a sampler of ours"),
-    ):
-        loader = DataLoader(dataset, 2, shuffle=sampler is None, sampler=sampler)
-        for epoch in (1, 2):
-            try:
-                start_epoch(loader, epoch)
-            except AttributeError as error:
-                raise Wrong(f"with {whose} it raises: {error}. Ask first what kind of sampler it is") from None
-            if sampler is not None and sampler.epoch != epoch:
-                raise Wrong(f"with {whose} it should be epoch {epoch}, and is {sampler.epoch}: call its set_epoch")
-            if len([batch for batch in loader]) != len(loader):
-                raise Wrong(f"with {whose} the loader no longer gives its {len(loader)} batches")
+PORT_RUNNER = """
+import importlib.util, os, sys
+import torch
+from ray.train import ScalingConfig
+from ray.train.torch import TorchTrainer
+
+spec = importlib.util.spec_from_file_location("ported", sys.argv[1])
+ported = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(ported)
+returned = TorchTrainer(ported.train_function, scaling_config=ScalingConfig(num_workers=0)).fit().return_value
+if os.environ.get("RANK", "0") == "0":
+    torch.save(returned, sys.argv[2])
+"""
 
 
-@exercise("2.1c", "the newest checkpoint is for resuming, the best one for using.")
-def exercise_2_1c(best_weights: Callable) -> None:
-    """best_weights(result) -> the state dict of the checkpoint with the highest val_accuracy."""
-    from ray.train import Checkpoint, Result  # takes seconds to import
+def run_port(script: str | Path, num_workers: int) -> dict:
+    """Run the port's training function in Ray's local mode on this many processes; return what rank 0 returns."""
+    where = "on one worker" if num_workers == 1 else "on two workers"
+    with tempfile.TemporaryDirectory() as folder:
+        runner, results = Path(folder, "runner.py"), Path(folder, "results.pt")
+        runner.write_text(PORT_RUNNER)
+        try:
+            start_port(num_workers, str(runner), str(script), str(results))
+        except Wrong as error:
+            hints = {
+                "'module'": "prepare_model did not wrap this model. When does it, and when does it not?",
+                "'set_epoch'": "Which sampler does this loader have? Look at section 4.",
+                "[Cc]onnection|[Tt]imed out|it hangs": "Does every rank call every collective?",
+            }
+            said = re.split(r"\. (?:Did you mean|This is typically)", str(error))[0].rstrip(".")  # advice that misleads
+            hint = next((hint for pattern, hint in hints.items() if re.search(pattern, said)), "")
+            raise Wrong(f"{where} {said}. {hint}".strip()) from None
+        returned = torch.load(results, weights_only=True)
+    names = ("step_losses", "orders", "test", "weights")
+    if not isinstance(returned, dict) or not all(returned.get(name) for name in names):
+        raise Wrong(f"{where} train_function should return a dict with {', '.join(names)}: keep its last line")
+    return returned
 
-    for accuracies in ([0.80, 0.95, 0.90], [0.97, 0.60, 0.70], [0.50, 0.60, 0.99]):
-        best = accuracies.index(max(accuracies)) + 1
-        with tempfile.TemporaryDirectory() as storage:
-            pairs = []
-            for epoch, accuracy in enumerate(accuracies, start=1):
-                folder = Path(storage, f"checkpoint_{epoch}")
-                folder.mkdir()
-                torch.save({"weight": torch.full((2, 2), float(epoch))}, folder / "model.pt")
-                # The loss, as it sometimes does, is lowest elsewhere.
-                metrics = {"epoch": epoch, "val_loss": 1 / epoch, "val_accuracy": accuracy}
-                pairs.append((Checkpoint.from_directory(folder), metrics))
-            newest, metrics = pairs[-1]
-            weights = best_weights(Result(metrics, newest, None, storage, best_checkpoints=pairs))
-        where = f"where the epochs reached {', '.join(f'{accuracy:.2f}' for accuracy in accuracies)}"
-        if not isinstance(weights, dict) or "weight" not in weights:
-            kind = type(weights).__name__
-            raise Wrong(f"{where}, it should return what torch.load gives, a state dict; yours is a {kind}")
-        seen = int(weights["weight"][0, 0])
-        if seen != best:
-            hint = "That is the newest one." if seen == len(accuracies) else ""
+
+def start_port(num_workers: int, runner: str, script: str, results: str) -> None:
+    """Run the port by plain Python as one process, or under torchrun as several."""
+    if num_workers == 1:
+        expect_success(*run_command([runner, script, results]))
+    else:
+        run_script(runner, num_workers, script, results)
+
+
+def expect_same_steps(one: dict, two: dict) -> None:
+    """Raise Wrong unless both ports take the same 40 steps, in an order that changes with the epoch."""
+    for results, where in ((one, "one worker takes"), (two, "two workers take")):
+        steps = len(results["step_losses"])
+        if steps != 40:
+            hints = {
+                20: "How many images do both workers take in one step? The global batch is 64.",
+                80: "Does each worker train on all images, or only on its own part?",
+            }
+            raise Wrong(f"{where} {steps} steps in two epochs, expected 40. {hints.get(steps, '')}".strip())
+    for results, where in ((one, "one worker"), (two, "two workers")):
+        if results["orders"][0] == results["orders"][1]:
             raise Wrong(
-                f"{where}, these are the weights of epoch {seen}, expected those of epoch {best}. {hint}".strip()
+                f"on {where}, rank 0 gets the images in the same order in both epochs: who tells the sampler which "
+                "epoch begins?"
             )
+    pairs = zip(one["step_losses"], two["step_losses"], strict=True)
+    different = [step for step, (a, b) in enumerate(pairs, start=1) if not math.isclose(a, b, rel_tol=1e-9)]
+    if different:
+        hint = "Does Ray average the gradients of this model?"
+        if different[0] == 1:
+            hint = "No weight has moved yet, so ask which images are in the first batch. Who has shuffled them?"
+        elif different[0] > 20:
+            hint = "The first epoch agrees. Which images are in the first batch of the second?"
+        raise Wrong(f"the loss of step {different[0]} differs between one and two workers. {hint}")
+
+
+def expect_every_test_image(one: dict, two: dict) -> None:
+    """Raise Wrong unless both ports count the 261 test images, and the same correct ones."""
+    for results, where in ((one, "one worker counts"), (two, "two workers count")):
+        samples = int(results["test"][1])
+        if samples != 261:
+            hints = {
+                130: "That is the part of one rank.",
+                131: "That is the part of one rank.",
+                262: "An image counts twice: who has added it?",
+                522: "Each rank tests all images.",
+            }
+            raise Wrong(f"{where} {samples} test images, expected 261. {hints.get(samples, '')}".strip())
+    if one["test"][0] != two["test"][0]:
+        seen = f"{one['test'][0]:g} and {two['test'][0]:g}"
+        raise Wrong(f"one and two workers get {seen} test images right, and both have the same weights: who counts?")
+
+
+@exercise("2.1b", "you count draws over all ranks, and compare the epochs.")
+def exercise_2_1b(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> for each loader in four_loaders.json what is wrong with it."""
+    answers = ("nothing", "padding", "no set_epoch", "different seeds", "not split")
+    seen = diagnose()
+    if not isinstance(seen, dict) or set(seen) != {"A", "B", "C", "D"}:
+        raise Wrong(f"return a dict with the keys A, B, C and D; yours is {seen!r}")
+    if unknown := [answer for answer in seen.values() if answer not in answers]:
+        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, answers))}")
+    evidence = {  # what to look at for each answer that is wrong
+        "nothing": "How often is each sample drawn in an epoch, over both ranks? And does the order change?",
+        "padding": "Padding repeats a sample, so that all ranks have equally many. How many does each rank draw?",
+        "no set_epoch": "Compare the order of the two epochs on one rank.",
+        "different seeds": "Ranks that shuffle differently leave samples out. Which ones does nobody draw?",
+        "not split": "Then each rank would draw all 101 samples. How many does rank 0 draw?",
+    }
+    expected = {"A": "different seeds", "B": "nothing", "C": "padding", "D": "no set_epoch"}
+    for loader, answer in expected.items():
+        if seen[loader] != answer:
+            raise Wrong(f"loader {loader}: it is not {seen[loader]!r}. {evidence[seen[loader]]}")
 
 
 # --- Lesson 2.2: nothing changed but the launcher --------------------------------------------------------------------
