@@ -8,7 +8,7 @@ A GPT:                python train_ddp.py --dataset text
 Of the modules that it imports, read sampling, progress and tasks first. restarts, lease and script handle failures.
 The script uses GPUs if there are any, with nccl and one process per GPU. Otherwise it uses CPUs, with gloo. With the
 same --seed and --batch-size, any number of processes computes the same losses, up to rounding. Two models are
-exceptions: mlp draws different dropout on every rank, and resnet18-batchnorm has its own statistics on every rank.
+exceptions: mlp draws different dropout masks on each rank, and resnet18-batchnorm has separate statistics on each.
 """
 
 from collections.abc import Iterable

@@ -86,8 +86,8 @@ class ImageSet:
             raise ValueError(f"cannot use an image of {path}: {error}") from error
         if array.shape != self.image_shape:
             raise ValueError(
-                f"{path} is of (channels, height, width) {array.shape}, and the first image of {self.path} of "
-                f"{self.image_shape}: --image-size resizes pictures, but not arrays"
+                f"{path} has the shape (channels, height, width) {array.shape}, but the first image of {self.path} "
+                f"has {self.image_shape}: --image-size resizes pictures, but not arrays"
             )
         return array
 
@@ -252,11 +252,11 @@ def inspect_dataset(uri: str, image_size: int | None = None) -> dict[str, ImageS
     if train.image_shape != val.image_shape:
         raise ValueError(f"the images in {uri} are {train.image_shape} for training and {val.image_shape} in val")
     if train.pictures != val.pictures:
-        raise ValueError(f"one of {uri}/train and {uri}/val has Parquet files and the other one pictures")
+        raise ValueError(f"one of {uri}/train and {uri}/val has Parquet files, and the other has pictures")
     if unknown := sorted(set(val.classes) - set(train.classes)):
         raise ValueError(f"{val.path} has labels that {train.path} lacks: {summarize(unknown)}")
     if len(train.classes) < 2:
-        raise ValueError(f"{train.path} has one label only: {train.classes[0]}")
+        raise ValueError(f"{train.path} has only one label: {train.classes[0]}")
     return {"train": train, "val": replace(val, classes=train.classes)}
 
 
@@ -337,7 +337,7 @@ def inspect_parquet(
                 raise ValueError(f"the labels must be whole numbers from 0 without large gaps, not {summarize(bad)}")
     with cannot_use(folder):
         if len(labels) < 2:
-            raise ValueError(f"one label only: {labels.pop()}" if labels else "no rows")
+            raise ValueError(f"only one label: {labels.pop()}" if labels else "no rows")
     fragment = next(fragment for fragment, each in zip(fragments, counts, strict=True) if each)
     with cannot_use(fragment.path):
         image = fragment.split_by_row_group()[0].head(1, columns=["image"], batch_size=1)["image"].chunk(0)
@@ -365,7 +365,7 @@ def count_labels(fragment: pyarrow.dataset.ParquetFileFragment, first: pyarrow.d
             raise ValueError(f"more than one column {repeated[0]}")
         label_type = fragment.physical_schema.field("label").type
         if not pa.types.is_integer(label_type):
-            raise ValueError(f"the labels are {label_type}, and must be whole numbers from 0")
+            raise ValueError(f"the labels are {label_type}, but must be whole numbers from 0")
         if image_type(fragment) != image_type(first):
             raise ValueError(
                 f"the images are {image_type(fragment)}, and those of {first.path} are {image_type(first)}"
@@ -421,7 +421,7 @@ def pixels(
     in_range = array.dtype.kind == "f" and (not bounded or (array.min() >= 0 and array.max() <= 1))  # false for NaN
     if array.dtype != np.uint8 and not in_range:
         values = f" from {array.min():g} to {array.max():g}" if array.dtype.kind == "f" else ""
-        raise ValueError(f"its pixels must be uint8, or floats from 0 to 1, and are {array.dtype}{values}")
+        raise ValueError(f"its pixels must be uint8, or floats from 0 to 1, but are {array.dtype}{values}")
     array = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 1)
     if array.ndim == 1 and like is not None and array.size == np.prod(like):
         return array.reshape(like)

@@ -42,7 +42,7 @@ def main() -> None:
     add("--image-size", type=options.positive_int, metavar="PIXELS",
         help="resize pictures of --data-uri to this height and width (default: all have the same)")  # fmt: skip
     add("--augment", action="store_true",
-        help="turn, shift, scale and blur each training image at random, on the CPUs of Ray Data's tasks")  # fmt: skip
+        help="rotate, shift, scale and blur training images at random, on the CPUs of Ray Data's tasks")  # fmt: skip
     args = parser.parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
 

@@ -98,7 +98,7 @@ def read_settings(args: Namespace, world_size: int, driver: Worker) -> tuple[Opt
     notes = {
         '"auto" is left to DeepSpeed where no option decides': [name for name in automatic if name not in filled_in],
         "DeepSpeed does not know, and ignores": unknown,
-        "--activation-checkpointing decides, and not": settings.keys() & {"activation_checkpointing"},
+        "overridden by --activation-checkpointing": settings.keys() & {"activation_checkpointing"},
     }
     for what, names in notes.items():
         if names and driver.rank == 0:

@@ -87,4 +87,4 @@ def restore_zero(folder: str | Path, engine: object, universal: bool = False) ->
     """
     loaded, _ = engine.load_checkpoint(str(folder), tag="universal" if universal else "zero")
     if loaded is None:
-        raise UsageError(f"{folder} holds no checkpoint of DeepSpeed")
+        raise UsageError(f"{folder} holds no DeepSpeed checkpoint")

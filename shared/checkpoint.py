@@ -65,7 +65,7 @@ def load(path: str | Path) -> dict:
             # If an attribute bit marks an entry as a folder, torch returns uninitialized memory for it.
             damaged = damaged or next((entry.filename for entry in archive.infolist() if entry.external_attr), None)
         if damaged:
-            raise ValueError(f"damaged: {damaged} in it is not as it was written")
+            raise ValueError(f"damaged: {damaged} has changed since it was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError("truncated, or not a checkpoint") from error
@@ -74,7 +74,7 @@ def load(path: str | Path) -> dict:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError("not a checkpoint of this workshop")
     if name := first_not_finite(state.get("model", {})):
-        raise ValueError(f"diverged: {name} in it is not finite")
+        raise ValueError(f"diverged: {name} is not finite")
     if not state.get("finite", True):  # of a sharded checkpoint, whose weights are in other files
         raise ValueError("diverged: its weights were not finite")
     return state
@@ -184,7 +184,7 @@ def restore(state: dict, model: nn.Module, optimizer: Optimizer, scheduler: LRSc
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"the checkpoint is of a different model: {str(error).splitlines()[0]}") from error
     scheduler.load_state_dict(state["scheduler"])
     if worker.rank < len(state["random"]):
         set_random_state(state["random"][worker.rank])

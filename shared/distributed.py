@@ -68,12 +68,14 @@ def check_environment() -> None:
             raise UsageError(f"{name}={value} is not a whole number: start with torchrun, or unset {name}")
     if "RANK" in numbers:
         if missing := [name for name in FROM_TORCHRUN if name not in os.environ]:
-            raise UsageError(f"RANK is set, and {', '.join(missing)} not: start with torchrun, or unset RANK")
+            raise UsageError(f"RANK is set without {', '.join(missing)}: start with torchrun, or unset RANK")
         for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
             if int(numbers[rank]) >= int(numbers[size]):
                 raise UsageError(f"{rank}={numbers[rank]} is too large for {size}={numbers[size]}: start with torchrun")
     elif int(numbers.get("WORLD_SIZE", 1)) > 1:
-        raise UsageError(f"WORLD_SIZE={numbers['WORLD_SIZE']} and no RANK: start with torchrun, or unset WORLD_SIZE")
+        raise UsageError(
+            f"WORLD_SIZE={numbers['WORLD_SIZE']} is set without RANK: start with torchrun, or unset WORLD_SIZE"
+        )
     else:
         for name in FROM_LAUNCHERS:
             if os.environ.get(name, "1").isdigit() and int(os.environ.get(name, "1")) > 1:
@@ -216,7 +218,7 @@ def wait_for_all() -> None:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """Raise a ValueError or OSError of any rank on every rank, as a UsageError. Collective.
+    """Raise any rank's ValueError or OSError on every rank, as a UsageError. Collective.
 
     It becomes a StorageError if every error is an OSError.
 

@@ -36,7 +36,7 @@ def wrong_packages(requirements: Path) -> list[str]:
             wrong.append(f"{pin.name} is missing")
             continue
         except (TypeError, InvalidVersion):  # an interrupted installation: the version is None or invalid
-            wrong.append(f"{pin.name} is damaged (its metadata name no valid version)")
+            wrong.append(f"{pin.name} is damaged (its metadata names no valid version)")
             continue
         # A local label such as +cu130 says how a release was built, not which release it is.
         if not pin.specifier.contains(installed.public, prereleases=True):
@@ -137,7 +137,7 @@ def check_gpus() -> Iterator[tuple[bool, str]]:
     import torch
 
     if not torch.cuda.is_available():
-        yield True, "no GPU: the lessons use the CPU, and the same code uses GPUs where there are any"
+        yield True, "no GPU: the lessons use the CPU, and the same code uses GPUs if there are any"
     for index in range(torch.cuda.device_count()):
         try:
             properties = torch.cuda.get_device_properties(index)

@@ -112,9 +112,9 @@ def read_holder(run: Run) -> tuple[dict, float] | None:
 def acquire(run: Run, worker: Worker) -> None:
     """Take the lease of a run, and renew it from now on. Raises ValueError if its holder is alive.
 
-    Three kinds of holder make room: this very process, an earlier attempt of the same job (it has the same token), and
-    a process of this host that has ended. For a holder on a different host only the file can tell. It counts as dead
-    once the file is EXPIRY_S seconds old.
+    Three kinds of holder do not count: this process itself, an earlier attempt of the same job, which has the same
+    token, and a process of this host that has ended. If the holder is on a different host, only the file shows whether
+    it is alive. It counts as dead once the file is EXPIRY_S seconds old.
     """
     global held
     release()
@@ -130,7 +130,7 @@ def acquire(run: Run, worker: Worker) -> None:
             raise ValueError(in_use)
         if first_seen is not None and renewed > first_seen:
             raise ValueError(in_use)
-        age = max(store_time(run) - renewed, time.monotonic() - started)  # by clocks that may differ
+        age = max(store_time(run) - renewed, time.monotonic() - started)  # the file may carry a later time than now
         if age >= EXPIRY_S:
             break
         if first_seen is None:

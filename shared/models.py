@@ -22,7 +22,7 @@ def resnet18(in_channels: int = 1, num_classes: int = 10, norm: str = "group") -
     norm: "group" is GroupNorm with 32 groups, where a sample's output does not depend on its batch. With "batch",
     BatchNorm, it does, so no data-parallel run equals a run on one process. Raises ValueError for any other value.
     """
-    from torchvision.models import resnet18 as torchvision_resnet18  # the slowest import by far
+    from torchvision.models import resnet18 as torchvision_resnet18  # slower to import than all the rest
 
     # A partial can be pickled, which Ray needs; a lambda cannot.
     layers = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}

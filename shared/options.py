@@ -101,7 +101,7 @@ def training_parser(
     add("--epochs", type=positive_int, default=5, help="passes over the training set (default: %(default)s)")
     add("--max-steps", type=positive_int, help="stop after this many optimizer steps in all (default: no limit)")
     add("--save-every-steps", type=positive_int, metavar="STEPS",
-        help="also save inside an epoch, every STEPS optimizer steps (default: at its end)")  # fmt: skip
+        help="also save inside an epoch, every STEPS optimizer steps (default: only at its end)")  # fmt: skip
     add("--batch-size", type=positive_int, default=64,
         help="GLOBAL batch: samples per optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
     add("--lr", type=positive_float, default=1e-3,
@@ -122,7 +122,7 @@ def training_parser(
         help="the run's folder under --storage-path (default: a new one, with the time in its name)")  # fmt: skip
     add("--resume", action="store_true", help="continue from the newest readable checkpoint of --run-name")
     add("--metrics-out", type=local_path, metavar="FILE", help="write one JSON line per epoch to FILE")
-    add("--quiet", action="store_true", help="print no line every few seconds while an epoch is running")
+    add("--quiet", action="store_true", help="print no progress lines while an epoch is running")
     for task in tasks:
         task.add_options(parser)
     return parser

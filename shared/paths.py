@@ -16,7 +16,7 @@ def local_path(text: str) -> str:
     Raises ArgumentTypeError for a URI.
     """
     if "://" in text:
-        raise argparse.ArgumentTypeError(f"{text!r} is a URI, and has to be a path on this machine")
+        raise argparse.ArgumentTypeError(f"{text!r} is a URI, but must be a path on this machine")
     return os.path.abspath(os.path.expanduser(text))
 
 

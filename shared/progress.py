@@ -28,7 +28,7 @@ class Progress:
 
     step: optimizer steps in all. epoch: the current epoch, from 0. metrics: one dict per epoch. options: those with
     which the run was started. The other attributes describe the current epoch. position: samples trained on so far,
-    over all ranks. seconds: the time that took, without work lost to a kill. loss_sum: the sum of the samples' losses.
+    over all ranks. seconds: their training time, without work lost to a kill. loss_sum: the sum of the samples' losses.
     step_losses: the global mean loss of each step.
     """
 
@@ -57,7 +57,7 @@ class Progress:
         if state["position"] > 0 and seed != now:
             raise UsageError(f"the epoch began with --seed {seed}; --seed {now} deals its samples in a different order")
         if state["position"] > 0 and before != self.num_samples:
-            raise UsageError(f"the epoch began with {before} training samples, and now there are {self.num_samples}")
+            raise UsageError(f"the epoch began with {before} training samples, but now there are {self.num_samples}")
         vars(self).update({name: state[name] for name in self.saved})
 
     @property

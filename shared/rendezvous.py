@@ -18,8 +18,8 @@ given_ports: set[int] = set()
 def free_port() -> int:
     """Return a free TCP port, for a process that binds it some seconds later.
 
-    Linux gives the ports above this range to processes that ask for any port, so one that is free now may be taken a
-    moment later. The ports below it belong to Ray's workers. A process never gets the same port twice.
+    The port is below those that Linux gives to processes that ask for any port, because one of those may be taken a
+    moment later. It is above the ports of Ray's workers. A process never gets the same port twice.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 29_000)  # the only generator that nobody seeds
@@ -61,7 +61,7 @@ def name_this_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: 
     def wait_until(reached: Callable[[], bool], missing: int) -> None:
         while not reached():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {missing} has not come within {timeout_s:.0f} s")
+                raise TimeoutError(f"rank {missing} did not arrive within {timeout_s:.0f} s")
             time.sleep(0.01)
 
     def confirmed(other: int) -> bool:

@@ -34,7 +34,7 @@ class RestartableRun(runs.Run):
         It is the same on every rank, and after every restart by torchrun.
         """
         if "://" in args.storage_path:
-            raise UsageError(f"--storage-path {args.storage_path}: this script writes to a folder that its node sees")
+            raise UsageError(f"--storage-path {args.storage_path} is a URI, but this script needs a folder")
         storage_path, note = Path(args.storage_path).absolute(), None
         with fail_together():
             note = find_note(storage_path)

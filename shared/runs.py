@@ -76,16 +76,16 @@ class Run:
         """Make the run's folder, and return the state to continue from, or None to start from scratch.
 
         Only rank 0 calls it. From here on no other process may write to the run, until `lease.release`. Raises
-        ValueError if the run exists and is not resumed, and if there is nothing to resume. It also does so for a
-        checkpoint of a different model or data set, for storage that cannot be written to, and for a run that a
+        ValueError if the run exists and is not resumed, and if there is nothing to resume. The same error is raised for
+        a checkpoint of a different model or data set, for storage that cannot be written to, and for a run that a
         different process is writing to.
         """
         if args.resume and args.run_name is None:
             raise ValueError("--resume needs the --run-name of the run to continue")
         if foreign := self.list_foreign():
             raise ValueError(
-                f"{self.folder} holds a run of a different kind of script ({Path(foreign[0]).name}): choose another "
-                "--run-name"
+                f"{self.folder} holds a run of a different kind of script ({Path(foreign[0]).name}): choose a "
+                "different --run-name"
             )
         found = self.list_newest_first()
         if found and not (args.resume or self.restarted):
@@ -134,9 +134,9 @@ class Run:
                 raise ValueError(f"{path} was not written by this training script")
             if saved.get(name) != now.get(name):
                 before, after = (f"{option_of(name, each[name])} {each[name]}" for each in (saved, now))
-                raise ValueError(f"{path} is of {before}, and this run asks for {after}")
+                raise ValueError(f"{path} is of {before}, but this run asks for {after}")
         if any(saved.get(name) != now.get(name) for name in ("classes", "image_size")):
-            raise ValueError(f"{path} was trained on images with other labels or of a different --image-size")
+            raise ValueError(f"{path} was trained on images with different labels or a different --image-size")
         for name in saved | now:
             if saved.get(name) != now.get(name):
                 ignored = " is ignored: optimizer and schedule are restored" * (name in ("lr", "lr_step_size"))
@@ -146,7 +146,8 @@ class Run:
         """Let rank 0 write a `checkpoint.training_state` and keep the two newest. Collective.
 
         The other ranks wait for it. Raises UsageError on every rank if the file cannot be written, for example because
-        the disk is full. It also does so if weights are not finite, or if a different process has taken over the run.
+        the disk is full. The same error is raised if weights are not finite, or if a different process has taken over
+        the run.
         """
         with fail_together():
             if worker.rank == 0:

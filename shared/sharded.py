@@ -52,7 +52,7 @@ def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) 
         )
         if any(isinstance(cause, (OSError, EOFError, torch.OutOfMemoryError)) for cause in causes):
             raise
-        raise UsageError(f"the checkpoint is of another model: {str(causes[0]).splitlines()[0]}") from error
+        raise UsageError(f"the checkpoint is of a different model: {str(causes[0]).splitlines()[0]}") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -87,4 +87,4 @@ def verify(written: dict[str, list[int]], found: dict[str, list[int]]) -> None:
             raise ValueError(f"incomplete: {name} is missing")
         if found[name] != expected:
             how = "truncated" if found[name][0] < expected[0] else "damaged"
-            raise ValueError(f"{how}: {name} in it is not as it was written")
+            raise ValueError(f"{how}: {name} has changed since it was written")

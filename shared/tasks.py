@@ -130,8 +130,8 @@ class ImageTask(Task):
         if "batchnorm" in model and fewest < 2:  # a single sample has no variance
             raise ValueError(
                 f"--model {model} needs two samples per rank in every batch, and {num_samples} samples in batches of "
-                f"{self.args.batch_size} over {world_size} ranks leave {fewest}; use another --batch-size or --model "
-                "resnet18"
+                f"{self.args.batch_size} over {world_size} ranks leave {fewest}; use a different --batch-size or "
+                "--model resnet18"
             )
 
     def build_model(self) -> nn.Module:
@@ -155,10 +155,10 @@ class TextTask(Task):
         parser.add_argument("--preset", choices=tuple(models.GPT_PRESETS),
             help="size of the GPT; nano has 1 M parameters (default: nano)")  # fmt: skip
         parser.add_argument("--text-file", metavar="FILE", type=local_path,
-            help="train on 1,280 windows of this text, which every node has at this path, the same ones each epoch "
-            "(default: Python's standard library)")  # fmt: skip
+            help="train on 1,280 windows of this text, the same ones each epoch; every node needs the file at this "
+            "path (default: Python's standard library)")  # fmt: skip
         parser.add_argument("--activation-checkpointing", action="store_true",
-            help="keep only the blocks' inputs, and compute the rest again in the backward pass")  # fmt: skip
+            help="keep only the blocks' inputs, and recompute the rest in the backward pass")  # fmt: skip
 
     @classmethod
     def complete_options(cls, options: argparse.Namespace) -> None:

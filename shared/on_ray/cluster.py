@@ -59,7 +59,7 @@ def start(
     dashboard: whether a Ray started here gets one, which is ten more processes.
     elastic: workers may come and go.
     packages: modules that the nodes of a cluster lack, so they are sent.
-    check_room: whether each worker needs a CPU, and a GPU if it uses one. For other needs the caller checks.
+    check_room: whether each worker needs a CPU, and a GPU if it uses one. A caller with other needs checks them itself.
     Raises UsageError if the address does not answer, or if there are too few CPUs or GPUs and no more will come.
     """
     if num_workers == 0:

@@ -23,7 +23,7 @@ def ray_parser(description: str, tasks: Sequence[type[Task]], **choices: Sequenc
     parser.add_argument("--num-workers", type=num_workers, default=2, metavar="N",
         help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
-        help="one GPU per worker (default: if there are any; say so if a cluster has yet to start them)")  # fmt: skip
+        help="one GPU per worker (default: if there are any; give it if a cluster has yet to start them)")  # fmt: skip
     parser.completions.append(refuse_torchrun)
     return parser
 

@@ -178,7 +178,7 @@ class RayRun(runs.Run):
         try:
             files, path = file_system(self.folder)
             missing = files.get_file_info(path).type == pyarrow.fs.FileType.NotFound
-            return "the folder that the driver has made is not there" if missing else None
+            return "it does not see the folder that the driver has made" if missing else None
         except (OSError, ValueError) as error:
             return str(error).splitlines()[0]
 
@@ -201,7 +201,7 @@ class RayRun(runs.Run):
         def look() -> None:
             if not self.local_mode and "://" not in self.folder and not os.path.isdir(self.folder):
                 raise OSError(
-                    f"{self.folder} is not seen from node {socket.gethostname()}: "
+                    f"node {socket.gethostname()} does not see {self.folder}: "
                     "--storage-path must be a folder that all nodes share, or a URI such as s3://BUCKET/runs"
                 )
 

@@ -41,9 +41,9 @@ def current_worker() -> Worker:
 def on_workers(train: Callable[..., object]) -> Callable[[dict], object]:
     """Return the function that TorchTrainer runs on every worker.
 
-    It calls `train` with its config as keyword arguments, and with its worker. A user's mistake is returned, so that
-    `fit` can raise it. If a worker raised it, Ray would start all workers again. That is what should happen if files
-    are missing although the run has saved something: they were there before, and may come back.
+    It calls `train` with its config as keyword arguments, and with its worker. It returns a user's mistake, so that
+    `fit` can raise it: if a worker raised it, Ray would start all workers again. It raises OSError if files are missing
+    although the run has saved something. Then Ray should start the workers again, because the files may come back.
     """
 
     def train_worker(config: dict) -> object:
@@ -182,7 +182,7 @@ def reason_of(error: Exception) -> str:
         return f"Ray Train failed: {str(error).splitlines()[0]}"
     rank, failure = min(error.worker_failures.items())
     if isinstance(failure, RayActorError):
-        return f"the worker of rank {rank} died, and workers were replaced as often as max_failures says"
+        return f"the worker of rank {rank} died, and max_failures allows no more replacements"
     print(failure, file=sys.stderr)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(failure)).strip().splitlines()
     # A library's warnings may follow a traceback. The reason is the last line that names an exception.
