@@ -1,4 +1,4 @@
-"""Compare two ranks with one process for GroupNorm, BatchNorm and a BatchNorm whose statistics are global.
+"""Compare two ranks with one process for GroupNorm, BatchNorm and a BatchNorm with global statistics.
 
 Lesson 1.3 starts it with torchrun on two ranks. Rank 0 writes the differences to the JSON file named on the command
 line. `GlobalBatchNorm` shows what `torch.nn.SyncBatchNorm` does, which runs on GPUs only.
@@ -19,8 +19,8 @@ from shared import datasets, distributed, models
 class GlobalSum(torch.autograd.Function):
     """Sum a tensor over all ranks, in the forward and in the backward pass.
 
-    Each rank's tensor enters the loss of every rank. So its gradient is the sum of the gradients of all ranks: the
-    gradient of an all-reduce is an all-reduce.
+    Each rank's tensor enters the loss of every rank, so its gradient is the sum of all ranks' gradients. The gradient
+    of an all-reduce is an all-reduce.
     """
 
     @staticmethod
@@ -68,7 +68,7 @@ def build(norm, seed, global_statistics=False):
 
 
 def loss_and_gradient(network, model, images, labels):
-    """Return the mean loss and, in one vector, its gradient."""
+    """Return the mean loss, and its gradient as one vector."""
     model.zero_grad()
     loss = nn.functional.cross_entropy(network(images), labels)
     loss.backward()
@@ -76,7 +76,7 @@ def loss_and_gradient(network, model, images, labels):
 
 
 def compare(worker, seed, images, labels, norm, global_statistics=False):
-    """Return two errors of two ranks on one batch: of the loss, and of the gradient relative to its length."""
+    """Return two errors of two ranks on one batch: the loss's, and the gradient's relative to its length."""
     model = build(norm, seed)
     loss, gradient = loss_and_gradient(model, model, images, labels)  # one process with the whole batch
     model = build(norm, seed, global_statistics)
@@ -88,7 +88,10 @@ def compare(worker, seed, images, labels, norm, global_statistics=False):
 
 @torch.no_grad()
 def loss_error(worker, seed, images, labels, norm, per_rank):
-    """Return how far two ranks' mean loss is from one process's: the mean over batches of `per_rank` images each."""
+    """Return how far two ranks' mean loss is from one process's, averaged over batches.
+
+    Each batch has `per_rank` images per rank.
+    """
     model, errors = build(norm, seed), []
     for x, y in zip(images.split(2 * per_rank), labels.split(2 * per_rank), strict=True):
         whole = nn.functional.cross_entropy(model(x), y)

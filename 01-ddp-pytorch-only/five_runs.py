@@ -1,6 +1,6 @@
-"""Five runs on two ranks, A to E, for exercise 1.3a: four of them hold one mistake each. It prints the ranks' logs.
+"""Train five times on two ranks, runs A to E, and print the ranks' logs, for exercise 1.3a.
 
-The mistakes are in `MISTAKES` below: answer the exercise before you read on.
+Four of the runs contain one mistake each. `MISTAKES` below names them, so solve the exercise before you read on.
 """
 
 import torch

@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 4 measure_all_reduce.py bytes FOLDER
     torchrun --standalone --nproc-per-node 2 measure_all_reduce.py seconds FOLDER
 
-`bytes` writes bytes-RANK.json: how many times the bytes of an 8 MB tensor the rank sends, by the operating system's
-count; null where the system does not count (macOS). `seconds` writes seconds.json: for each size in bytes, how many
-seconds the fastest of several calls takes.
+`bytes` writes bytes-RANK.json: the bytes that the rank sends, divided by the bytes of the 8 MB tensor. The operating
+system counts them. On macOS, which does not, the value is null. `seconds` writes seconds.json: the seconds of the
+fastest of several calls, for each size in bytes.
 """
 
 import json

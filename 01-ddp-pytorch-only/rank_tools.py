@@ -1,4 +1,4 @@
-"""Start ranks, kill one, and look into all of them from outside: the helpers of lesson 1.4."""
+"""Start ranks, kill one, and inspect all of them from outside: the helpers of lesson 1.4."""
 
 import os
 import signal
@@ -17,7 +17,10 @@ def start(command: list[str], log: Path, **environment: str) -> subprocess.Popen
 
 
 def wait_until(happened: Callable[[], bool], job: subprocess.Popen, log: Path) -> None:
-    """Wait until `happened()` is true. Raises AssertionError with the job's output if the job ends before."""
+    """Wait until `happened()` is true.
+
+    Raises AssertionError with the job's output if the job ends before that.
+    """
     while not happened():
         time.sleep(0.05)
         assert job.poll() is None, log.read_text()

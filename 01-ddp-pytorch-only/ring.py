@@ -6,7 +6,7 @@ import torch
 def ring_step(chunks: torch.Tensor, step: int) -> int:
     """Let every rank send one chunk to its right neighbour. Return the bytes that each rank sends.
 
-    chunks: (ranks, chunks, values in a chunk), changed in place. Steps count from 0.
+    chunks: (ranks, chunks, values per chunk), changed in place. Steps count from 0.
     """
     num_ranks = len(chunks)
     chunk_sent_by = [(rank - step) % num_ranks for rank in range(num_ranks)]

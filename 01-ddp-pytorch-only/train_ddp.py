@@ -5,10 +5,10 @@ Two on this machine:  torchrun --standalone --nproc-per-node 2 train_ddp.py
 Two nodes:            ./launch_multinode_ddp.sh HOST1 HOST2 --nproc-per-node 4 -- --epochs 5
 A GPT:                python train_ddp.py --dataset text
 
-Of what it imports, read sampling, progress and tasks first. restarts, lease and script are for when something fails.
-GPUs are used if there are any (one process per GPU, nccl), else CPUs (gloo). With one --seed and --batch-size, every
-number of processes computes the same losses, up to rounding. Two models are exceptions: mlp, whose dropout draws
-different numbers on every rank, and resnet18-batchnorm, whose statistics are each rank's own.
+Of the modules that it imports, read sampling, progress and tasks first. restarts, lease and script handle failures.
+The script uses GPUs if there are any, with nccl and one process per GPU. Otherwise it uses CPUs, with gloo. With the
+same --seed and --batch-size, any number of processes computes the same losses, up to rounding. Two models are
+exceptions: mlp draws different dropout masks on each rank, and resnet18-batchnorm has separate statistics on each.
 """
 
 from collections.abc import Iterable
@@ -31,12 +31,12 @@ def main() -> None:
     worker = distributed.join()
     run = RestartableRun.from_args(args)
 
-    # [1] Find whatever can be wrong before the first step, on all ranks together.
+    # [1] Before the first step, check everything that can be wrong, on all ranks together.
     state = None
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
-        if worker.rank == 0:  # which alone writes to the run; the others get the state in [3]
+        if worker.rank == 0:  # the only writer; the others get the state in [3]
             state = run.open_or_resume(args, worker)
     task = tasks.build(TASKS, args, worker)
     script.stop_on_signals(worker, run)
@@ -62,12 +62,12 @@ def main() -> None:
     if dist.is_initialized():
         device_ids = [worker.device] if worker.device.type == "cuda" else None
         ddp_model = DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
-        # So that a resumed run adds gradients in the same order, to the last bit. Your own loop can do without.
+        # Regroup the buckets now, so that a resumed run is equal bit for bit. Your own loop can do without this.
         inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    if not resumed:  # a run that is killed in its first epoch starts again from the same weights
+    if not resumed:  # a run that is killed in its first epoch restarts from the same weights
         save(run, worker, model, optimizer, scheduler, progress)
 
     # [5] Train, validate and save, epoch by epoch.
@@ -76,7 +76,7 @@ def main() -> None:
         if progress.interrupted:  # by --save-every-steps
             save(run, worker, model, optimizer, scheduler, progress)
             continue
-        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
+        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank: validate with the saved ones
         metrics = progress.finish_epoch({
             **evaluate(model, val_loader, task),
             **extra_metrics,
@@ -98,7 +98,7 @@ def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
 ) -> dict:  # fmt: skip
-    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
+    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
 
     Returns the metrics that the task adds.
     """
@@ -120,7 +120,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
-    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    """Return loss and accuracy over the whole data set: sum over all ranks, then divide once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
@@ -133,7 +133,7 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
 
 
 def save(run: RestartableRun, worker: distributed.Worker, model, optimizer, scheduler, progress: Progress) -> None:
-    """Rank 0 writes the whole state and keeps the two newest. The others send it their random generators."""
+    """Save the whole state: rank 0 writes it and keeps the two newest, the others send their generators."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
     run.save(state, worker)
 

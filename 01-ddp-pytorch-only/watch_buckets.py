@@ -26,7 +26,7 @@ SETTINGS = {
 
 
 def average(log, bucket):
-    """Average a full bucket over all ranks in the background, as DDP does, and note in `log` when."""
+    """Average a full bucket over all ranks in the background, as DDP does, and note the times in `log`."""
     entry = {"megabytes": bucket.buffer().nbytes / 1e6, "start": time.perf_counter()}
     log.append((entry, bucket.buffer()))
 
@@ -38,13 +38,13 @@ def average(log, bucket):
 
 
 def distinct_bytes(tensors):
-    """Count the bytes behind `tensors`; memory that several of them share counts once."""
+    """Count the bytes behind `tensors`. Memory that several of them share counts once."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def watch(images, labels, **options):
-    """Train for three steps. Return for each: when backward began, its gradients, its buckets, and their bytes."""
+    """Train for three steps. Return each step's start of backward, gradients, buckets and bytes."""
     model = models.resnet18()
     ddp_model = DistributedDataParallel(model, **options)
     log, ready, steps = [], [], []
@@ -65,7 +65,7 @@ def watch(images, labels, **options):
 
 
 def draw(steps: dict[str, dict]) -> None:
-    """Draw one panel for each title and step: the backward pass, and each bucket's all-reduce, on one time axis."""
+    """Draw one panel per step: the backward pass and each bucket's all-reduce, on one time axis."""
     end = max(bucket["end"] - step["began"] for step in steps.values() for bucket in step["buckets"])
     heights = [1 + len(step["buckets"]) for step in steps.values()]
     _, panels = plt.subplots(

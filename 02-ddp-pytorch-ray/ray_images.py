@@ -1,7 +1,7 @@
-"""Sets of images for Ray Data: what there is to know about them before it reads them, and how a row is read.
+"""Prepare image data sets for Ray Data: inspect them on the driver, and read their rows in Ray Data's tasks.
 
-A built-in data set is written to Parquet. Your own is at a path or a URI: as Parquet, or as pictures in a folder for
-each label.
+A built-in data set is written to Parquet. Your own data are at a path or a URI, either as Parquet or as pictures in one
+folder per label.
 """
 
 import io
@@ -27,10 +27,10 @@ import ray.data
 import ray.train
 from PIL import Image, ImageOps
 from pyarrow import fs
-from ray.data.datasource import PathPartitionFilter  # with ray.data comes a type that Parquet written by Ray may hold
+from ray.data.datasource import PathPartitionFilter  # ray.data registers a type that Ray's own Parquet files may hold
 from ray.exceptions import RayTaskError
 
-# Each process of Ray Data's tasks imports this file: torch, which takes seconds, is not needed there.
+# Ray Data's task processes import this file, and do not need torch, which takes seconds to import.
 if TYPE_CHECKING:
     import torch
     from torch.utils.data import TensorDataset
@@ -47,15 +47,15 @@ WANTED = (
 
 @dataclass(frozen=True)
 class ImageSet:
-    """A set of images as Ray Data will read it."""
+    """What Ray Data needs to know about a set of images before it reads them."""
 
     path: str  # or a URI
     num_samples: int
     image_shape: tuple[int, int, int]  # (channels, height, width)
     classes: tuple[str, ...]  # in the order of their labels
-    pictures: bool = False  # files of pictures, not Parquet
-    image_size: int | None = None  # what encoded pictures are resized to, in both directions
-    has_ids: bool = False  # a column with the number of each sample, from 0
+    pictures: bool = False  # picture files, not Parquet
+    image_size: int | None = None  # height and width to which encoded pictures are resized
+    has_ids: bool = False  # a column that numbers the samples, from 0
 
     @property
     def num_classes(self) -> int:
@@ -63,40 +63,42 @@ class ImageSet:
         return len(self.classes)
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """For `map_batches`: columns image, float32 (rows, channels, height, width) in [-1, 1], label, and id if there.
+        """Convert a batch for `map_batches` to columns image, label and, if the set has them, id.
 
-        It takes path and bytes of pictures, path, image and label of Parquet. Raises ValueError for an image that
-        cannot be read, and for one of another shape than the first one's.
+        batch: path and bytes of pictures, or path, image and label of Parquet.
+        The images become float32 (rows, channels, height, width) in [-1, 1]. Raises ValueError for an image that cannot
+        be read, or whose shape differs from the first one's.
         """
         images = map(self.read, batch["bytes" if self.pictures else "image"], batch["path"])
         number_of = {name: number for number, name in enumerate(self.classes)}
         folders = (PurePosixPath(path).parent.name for path in batch["path"])
         labels = [number_of[folder] for folder in folders] if self.pictures else batch["label"]
         ids = {"id": batch["id"]} if self.has_ids else {}
-        normalized = (np.stack(list(images)) - np.float32(0.5)) / np.float32(0.5)  # as `shared.datasets` has them
+        normalized = (np.stack(list(images)) - np.float32(0.5)) / np.float32(0.5)  # as in `shared.datasets`
         return {**ids, "image": normalized, "label": np.asarray(labels, dtype=np.int64)}
 
     def read(self, image: object, path: str) -> np.ndarray:
-        """One image of the file `path`, by `pixels`."""
+        """Return one image of the file `path`, decoded by `pixels`."""
         try:
-            # The built-in data set of noise has no bounds.
+            # The built-in data set `synthetic` is unbounded noise.
             array = pixels(image, self.image_size, like=self.image_shape, bounded=not self.has_ids)
-        except Exception as error:  # Pillow meets a damaged file with whatever its bytes lead to
+        except Exception as error:  # a damaged file can make Pillow raise anything
             raise ValueError(f"cannot use an image of {path}: {error}") from error
         if array.shape != self.image_shape:
             raise ValueError(
-                f"{path} is of (channels, height, width) {array.shape}, and the first image of {self.path} of "
-                f"{self.image_shape}: --image-size resizes pictures, but not arrays"
+                f"{path} has the shape (channels, height, width) {array.shape}, but the first image of {self.path} "
+                f"has {self.image_shape}: --image-size resizes pictures, but not arrays"
             )
         return array
 
     def explain(self, error: Exception, search: bool = True) -> Exception:
-        """The error to raise for one that Ray Data has raised: in one line, and with the name of a damaged file.
+        """Return a one-line error to raise in place of an error of Ray Data's.
 
-        A ValueError if the data are to blame, an OSError if they are out of reach. search: Ray Data does not name the
-        Parquet file that it could not read, so read all of them until one cannot be decoded.
+        It is a ValueError if the data are to blame, and an OSError if they are out of reach. Ray Data does not name a
+        Parquet file that it cannot read.
+        search: decode all Parquet files, one by one, to find it.
         """
-        if messages := re.findall(r"^ValueError: (.*)$", str(error), re.MULTILINE):  # raised by `__call__`
+        if messages := re.findall(r"^ValueError: (.*)$", str(error), re.MULTILINE):  # `__call__` raised it
             return ValueError(messages[-1])
         if isinstance(error, RayTaskError) and search and not self.pictures:
             try:
@@ -112,7 +114,7 @@ class ImageSet:
 
 
 class EverySample(ray.train.DataConfig):
-    """Deals all rows: Ray's own DataConfig drops up to N - 1 of them, so that all N workers get equally many."""
+    """A DataConfig that deals all rows. Ray's own drops up to N - 1 of them, so that N workers get equally many."""
 
     def configure(self, datasets: dict, world_size: int, worker_handles, worker_node_ids, **kwargs) -> list[dict]:
         shards = [{} for _ in range(world_size)]
@@ -124,18 +126,19 @@ class EverySample(ray.train.DataConfig):
 
 
 class Stream:
-    """A rank's batches (images, labels) to the end of its stream, or to an image that cannot be used.
+    """A rank's batches (images, labels), to the end of its stream or to an image that cannot be used.
 
-    Such a stream breaks on all ranks, but not at the same batch: a rank that raised there would leave the others in
-    their next all-reduce. So it ends for this rank as if it were over, and `check` raises when all are through.
+    A bad image breaks the stream on all ranks, but not at the same batch. If a rank raised at once, it would leave the
+    others in their next all-reduce. So the stream simply ends on this rank, and `check` raises when all ranks are
+    through.
     """
 
     def __init__(self, batches: Iterable[dict], images: ImageSet, device: "torch.device") -> None:
         import torch
 
-        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # nobody writes to a batch
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # no code writes to a batch
         self.batches, self.images, self.error = iter(batches), images, None
-        self.seen = torch.zeros(images.num_samples, device=device) if images.has_ids else None  # how often each was
+        self.seen = torch.zeros(images.num_samples, device=device) if images.has_ids else None  # counts per sample
         self.empty = torch.empty(0, *images.image_shape, device=device), torch.empty(0, dtype=torch.long, device=device)
 
     def __iter__(self) -> "Stream":
@@ -144,7 +147,7 @@ class Stream:
     def __next__(self) -> "tuple[torch.Tensor, torch.Tensor]":
         try:
             batch = next(self.batches)
-        except (RayTaskError, ValueError) as error:  # raised in another process: an image or a file cannot be used
+        except (RayTaskError, ValueError) as error:  # from a task: an image or a file cannot be used
             self.error = error
             raise StopIteration from None
         if self.seen is not None:
@@ -152,7 +155,7 @@ class Stream:
         return batch["image"], batch["label"]
 
     def check(self) -> None:
-        """Raises ValueError if the stream has broken, or OSError if the files are out of reach."""
+        """Raise ValueError if the stream has broken, or OSError if the files are out of reach."""
         if self.error is not None:
             import torch.distributed as dist
 
@@ -160,7 +163,10 @@ class Stream:
 
 
 def find(dataset: str, data_dir: str, image_size: int | None) -> "Splits | dict[str, ImageSet]":
-    """A built-in data set, or what is known of your own. Raises ValueError for data that cannot be used."""
+    """Return a built-in data set, or the train and val ImageSets of your own data.
+
+    Raises ValueError for data that cannot be used.
+    """
     from shared import datasets
 
     if dataset not in datasets.IMAGE_DATASETS:
@@ -171,9 +177,9 @@ def find(dataset: str, data_dir: str, image_size: int | None) -> "Splits | dict[
 
 
 def store(splits: "Splits | dict[str, ImageSet]", folder: str) -> dict[str, ImageSet]:
-    """Write a built-in data set's train and val into `folder`, a path or a URI, unless an earlier call has.
+    """Write a built-in data set's train and val parts to `folder`, a path or a URI, and return their ImageSets.
 
-    Your own data stay where they are.
+    Parts that an earlier call has written are reused. Your own data stay where they are.
     """
     if isinstance(splits, dict):
         return splits
@@ -183,11 +189,11 @@ def store(splits: "Splits | dict[str, ImageSet]", folder: str) -> dict[str, Imag
 
 
 def read(images: ImageSet, seed: int, num_blocks: int) -> ray.data.Dataset:
-    """A stream of these images in [-1, 1], in a different order each epoch.
+    """Return a stream of these images in [-1, 1], in a different order each epoch.
 
-    num_blocks: what a built-in data set is cut into; how large blocks of your own files are, Ray knows best.
+    num_blocks: the number of blocks of a built-in data set. For your own files Ray chooses the block size.
     """
-    shuffle = ray.data.FileShuffleConfig(seed=seed)  # each pass mixes its number in
+    shuffle = ray.data.FileShuffleConfig(seed=seed)  # each pass adds its number to the seed
     options = {"shuffle": shuffle, "include_paths": True, "partition_filter": Visible()}
     if images.pictures:
         rows = ray.data.read_binary_files(images.path, **options)
@@ -196,17 +202,18 @@ def read(images: ImageSet, seed: int, num_blocks: int) -> ray.data.Dataset:
         blocks = num_blocks if images.has_ids else None
         try:
             rows = ray.data.read_parquet(images.path, columns=columns, override_num_blocks=blocks, **options)
-        except RayTaskError as error:  # it reads the beginning of some files
+        except RayTaskError as error:  # it already reads the beginning of some files
             raise images.explain(error) from error
-    # Pictures may be many times larger once they are pixels: a few at a time, in place of a block.
+    # Pictures may be many times larger when decoded, so decode a few at a time and not a whole block.
     return rows.map_batches(images, batch_size=None if images.has_ids else 64)
 
 
 def write_parquet(dataset: "TensorDataset", folder: str, num_files: int = 8) -> str:
-    """Write `dataset` for Ray Data as Parquet files into a folder of `folder`, a path or a URI; returns its path.
+    """Write `dataset` for Ray Data as Parquet files to a new folder in `folder`, and return its path.
 
-    Columns: id (the sample's number), image (its pixels in [0, 1], flat), label. The new folder is named by a checksum
-    of the data, so a complete earlier call for the same data is reused, and other data is not touched.
+    folder: a path or a URI. The columns are id (the sample's number), image (its pixels in [0, 1], flat) and label. A
+    checksum of the data is the new folder's name. So a complete earlier write of the same data is reused, and other
+    data are not touched.
     """
     images, labels = dataset.tensors
     checksum = zlib.crc32(labels.numpy().tobytes(), zlib.crc32(images.numpy().tobytes(), num_files))
@@ -221,7 +228,7 @@ def write_parquet(dataset: "TensorDataset", folder: str, num_files: int = 8) -> 
         pixels = (images[rows] * 0.5 + 0.5).flatten(1)
         flat = pa.FixedSizeListArray.from_arrays(pa.array(pixels.flatten().numpy()), pixels.shape[1])
         table = pa.table({"id": np.arange(len(labels))[rows], "image": flat, "label": labels[rows].numpy()})
-        partial = f"{path}/.{uuid.uuid4().hex}.partial"  # another run may be writing, or reading, the same files
+        partial = f"{path}/.{uuid.uuid4().hex}.partial"  # another run may be writing or reading the same files
         pyarrow.parquet.write_table(table, partial, filesystem=files)
         files.move(partial, f"{path}/part-{number:03d}.parquet")
     files.open_output_stream(f"{path}/_SUCCESS").close()
@@ -229,14 +236,14 @@ def write_parquet(dataset: "TensorDataset", folder: str, num_files: int = 8) -> 
 
 
 def inspect_dataset(uri: str, image_size: int | None = None) -> dict[str, ImageSet]:
-    """What is known of your own data in `uri`/train and `uri`/val.
+    """Return the ImageSets of your own data in `uri`/train and `uri`/val.
 
-    Labels are numbers from 0 in Parquet; of folders they are the names, numbered in the order of the alphabet. An image
-    in Parquet is an encoded picture (bytes, or {"bytes": ...}), or an array of uint8, or of floats from 0 to 1, as
+    Labels in Parquet are numbers from 0. Labels of folders are their names, numbered in alphabetical order. An image in
+    Parquet is an encoded picture (bytes, or {"bytes": ...}), or an array of uint8 or of floats from 0 to 1. An array is
     (height, width), (height, width, channels) or (channels, height, width). The first training image decides whether
-    all encoded ones are grey or coloured.
+    all encoded images are read in grey or in colour.
 
-    Raises ValueError for anything else, saying what is there and what should be.
+    Raises ValueError for anything else. The message says what was found and what is expected.
     """
     if "://" in uri and "?" in uri:
         raise ValueError("--data-uri takes no options after a ?; AWS_ENDPOINT_URL names your own S3 store")
@@ -245,16 +252,19 @@ def inspect_dataset(uri: str, image_size: int | None = None) -> dict[str, ImageS
     if train.image_shape != val.image_shape:
         raise ValueError(f"the images in {uri} are {train.image_shape} for training and {val.image_shape} in val")
     if train.pictures != val.pictures:
-        raise ValueError(f"one of {uri}/train and {uri}/val has Parquet files and the other one pictures")
+        raise ValueError(f"one of {uri}/train and {uri}/val has Parquet files, and the other has pictures")
     if unknown := sorted(set(val.classes) - set(train.classes)):
         raise ValueError(f"{val.path} has labels that {train.path} lacks: {summarize(unknown)}")
     if len(train.classes) < 2:
-        raise ValueError(f"{train.path} has one label only: {train.classes[0]}")
+        raise ValueError(f"{train.path} has only one label: {train.classes[0]}")
     return {"train": train, "val": replace(val, classes=train.classes)}
 
 
 def inspect_folder(folder: str, image_size: int | None, like: tuple[int, int, int] | None = None) -> ImageSet:
-    """The set in one folder. like: the shape of images of the other one."""
+    """Return the ImageSet of one folder.
+
+    like: the image shape of the other folder.
+    """
     try:
         files, root, names = list_files(folder)
     except (OSError, ValueError) as error:
@@ -271,16 +281,19 @@ def inspect_folder(folder: str, image_size: int | None, like: tuple[int, int, in
 
 
 def list_files(folder: str) -> tuple[fs.FileSystem, str, list[PurePosixPath]]:
-    """The file system of a path or a URI, its path there, and the files under it that Ray Data reads."""
+    """Return (file system, path in it, files that Ray Data reads) for a path or a URI."""
     files, root = fs.FileSystem.from_uri(folder)
     found = files.get_file_info(fs.FileSelector(root, recursive=True))
     paths = Visible()(each.path for each in found if each.is_file)
     names = sorted(PurePosixPath(path).relative_to(root) for path in paths)
-    return files, root, [name for name in names if not name.parts[0].startswith(HIDDEN)]  # as Ray does by itself
+    return files, root, [name for name in names if not name.parts[0].startswith(HIDDEN)]  # as Ray does
 
 
 def find_damaged(folder: str) -> str | None:
-    """Which Parquet file cannot be decoded, and why. Reads the files one by one. Raises OSError if it cannot."""
+    """Return which Parquet file cannot be decoded, and why, or None.
+
+    The files are read one by one. Raises OSError if one is out of reach.
+    """
     files, root, names = list_files(folder)
     for name in names:
         content = files.open_input_file(f"{root}/{name}").readall()
@@ -292,7 +305,10 @@ def find_damaged(folder: str) -> str | None:
 
 
 class Visible(PathPartitionFilter):
-    """Leaves out hidden files and hidden folders of labels, such as a file manager's, here and in Ray's readers."""
+    """A filter that leaves out hidden files and hidden label folders, such as a file manager's.
+
+    Both this module and Ray's readers use it.
+    """
 
     def __init__(self) -> None:
         pass
@@ -307,7 +323,10 @@ class Visible(PathPartitionFilter):
 def inspect_parquet(
     folder: str, files: fs.FileSystem, paths: list[str], image_size: int | None, like: tuple[int, int, int] | None
 ) -> ImageSet:
-    """The set in these Parquet files. Only the column of labels is read, and the images of the first group of rows."""
+    """Return the ImageSet of these Parquet files.
+
+    Only the labels and the images of the first row group are read.
+    """
     fragments = [pyarrow.dataset.ParquetFileFormat().make_fragment(path, files) for path in paths]
     with ThreadPoolExecutor() as pool:
         counts = list(pool.map(count_labels, fragments, repeat(fragments[0])))
@@ -318,7 +337,7 @@ def inspect_parquet(
                 raise ValueError(f"the labels must be whole numbers from 0 without large gaps, not {summarize(bad)}")
     with cannot_use(folder):
         if len(labels) < 2:
-            raise ValueError(f"one label only: {labels.pop()}" if labels else "no rows")
+            raise ValueError(f"only one label: {labels.pop()}" if labels else "no rows")
     fragment = next(fragment for fragment, each in zip(fragments, counts, strict=True) if each)
     with cannot_use(fragment.path):
         image = fragment.split_by_row_group()[0].head(1, columns=["image"], batch_size=1)["image"].chunk(0)
@@ -329,7 +348,10 @@ def inspect_parquet(
 
 
 def count_labels(fragment: pyarrow.dataset.ParquetFileFragment, first: pyarrow.dataset.ParquetFileFragment) -> Counter:
-    """How often each label is in a Parquet file. Raises ValueError if its columns are not as in the first file."""
+    """Return how often each label occurs in a Parquet file.
+
+    Raises ValueError if the columns differ from those of the first file.
+    """
 
     def image_type(file: pyarrow.dataset.ParquetFileFragment) -> pa.DataType:
         found = file.physical_schema.field("image").type
@@ -343,7 +365,7 @@ def count_labels(fragment: pyarrow.dataset.ParquetFileFragment, first: pyarrow.d
             raise ValueError(f"more than one column {repeated[0]}")
         label_type = fragment.physical_schema.field("label").type
         if not pa.types.is_integer(label_type):
-            raise ValueError(f"the labels are {label_type}, and must be whole numbers from 0")
+            raise ValueError(f"the labels are {label_type}, but must be whole numbers from 0")
         if image_type(fragment) != image_type(first):
             raise ValueError(
                 f"the images are {image_type(fragment)}, and those of {first.path} are {image_type(first)}"
@@ -357,7 +379,7 @@ def count_labels(fragment: pyarrow.dataset.ParquetFileFragment, first: pyarrow.d
 
 @contextmanager
 def cannot_use(path: str) -> Iterator[None]:
-    """Raises an error of the block as a ValueError that names `path` and says what should be there."""
+    """Raise an error of the block as a ValueError that names `path` and says what is expected there."""
     try:
         yield
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
@@ -367,7 +389,7 @@ def cannot_use(path: str) -> Iterator[None]:
 def shape_of(
     where: str, image: object, image_size: int | None, like: tuple[int, int, int] | None
 ) -> tuple[int, int, int]:
-    """The shape of the first image."""
+    """Return the shape of the first image. Raises ValueError, naming `where`, if it cannot be used."""
     try:
         return pixels(image, image_size, like).shape
     except Exception as error:
@@ -377,12 +399,14 @@ def shape_of(
 def pixels(
     image: object, image_size: int | None, like: tuple[int, int, int] | None, bounded: bool = True
 ) -> np.ndarray:
-    """An image as `inspect_dataset` describes it -> float32 (channels, height, width) from 0 to 1.
+    """Convert an image, as described in `inspect_dataset`, to float32 (channels, height, width) from 0 to 1.
 
-    like: the shape of the first image, if this is a different one. A picture gets its number of channels, a flat array
-    its shape. A picture is turned as its EXIF data say. Transparency is ignored. bounded: refuse floats outside 0 to 1.
+    like: the shape of the first image, if this is a different one. It gives a picture its number of channels, and a
+    flat array its shape. A picture is rotated as its EXIF data say, and its transparency is ignored.
+    bounded: refuse floats outside 0 to 1.
+    Raises ValueError for anything that is not such an image.
     """
-    if isinstance(image, dict):  # as Hugging Face's data sets have them
+    if isinstance(image, dict):  # as in Hugging Face's data sets
         image = image["bytes"]
     if image is None:
         raise ValueError("it is missing")
@@ -394,10 +418,10 @@ def pixels(
         image = image.convert("L" if grey else "RGB")
         image = np.asarray(image.resize((image_size, image_size)) if image_size else image)
     array = unnested(image)
-    in_range = array.dtype.kind == "f" and (not bounded or (array.min() >= 0 and array.max() <= 1))  # NaN is not
+    in_range = array.dtype.kind == "f" and (not bounded or (array.min() >= 0 and array.max() <= 1))  # false for NaN
     if array.dtype != np.uint8 and not in_range:
         values = f" from {array.min():g} to {array.max():g}" if array.dtype.kind == "f" else ""
-        raise ValueError(f"its pixels must be uint8, or floats from 0 to 1, and are {array.dtype}{values}")
+        raise ValueError(f"its pixels must be uint8, or floats from 0 to 1, but are {array.dtype}{values}")
     array = array.astype(np.float32) / (255 if array.dtype == np.uint8 else 1)
     if array.ndim == 1 and like is not None and array.size == np.prod(like):
         return array.reshape(like)
@@ -411,12 +435,15 @@ def pixels(
 
 
 def unnested(value: object) -> np.ndarray:
-    """Lists in lists, as Parquet gives them, as one array. Raises ValueError where they are not equally long."""
+    """Convert nested lists, as Parquet returns them, to one array.
+
+    Raises ValueError if their lengths differ.
+    """
     array = np.asarray(value)
     return np.stack([unnested(each) for each in array]) if array.dtype == object and array.ndim else array
 
 
 def summarize(names: Iterable[object]) -> str:
-    """The first three names, and how many more there are."""
+    """Return the first three names, and how many more there are."""
     names = list(map(str, names))
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -5,9 +5,9 @@ In this process:      python train_ray_ddp.py --num-workers 0      (Ray's local 
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
 Where nodes come and go:  ... --num-workers 4:6 --batch-size 240 --save-every-steps 100
 
-It computes what train_ddp.py computes: with one --seed and --batch-size, every number of workers has the same losses,
-up to rounding (and with the same exceptions). A worker that dies is replaced, and the run continues from its newest
-checkpoint. With --num-workers MIN:MAX it does so even on fewer nodes, and later on more.
+It computes what train_ddp.py computes: with the same --seed and --batch-size, any number of workers has the same
+losses, up to rounding and with the same exceptions. A worker that dies is replaced, and the run continues from its
+newest checkpoint. With --num-workers MIN:MAX it continues even on fewer nodes, and later on more.
 """
 
 from argparse import Namespace
@@ -32,23 +32,23 @@ def main() -> None:
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
     run = storage.RayRun.from_args(args)
 
-    # [1] Find whatever can be wrong before a worker starts.
+    # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers), args.max_workers)
         run.open_or_resume(args, driver)
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
-    elastic = args.max_workers > args.num_workers  # when nodes come or go, as many workers as there is room for
+    elastic = args.max_workers > args.num_workers  # as many workers as there is room for, while nodes come and go
     use_gpu = cluster.start(args.num_workers, args.use_gpu, elastic=elastic)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
     trainer = TorchTrainer(
         workers.on_workers(train),
         train_loop_config={"args": args, "run": run},
-        torch_config=workers.NodeTorchConfig(timeout_s=600),  # a collective that a worker never reaches; default 1,800
+        torch_config=workers.NodeTorchConfig(timeout_s=600),  # for each collective; Ray's default is 1,800
         scaling_config=ray.train.ScalingConfig(
             num_workers=(args.num_workers, args.max_workers) if elastic else args.num_workers,
             use_gpu=use_gpu,
-            elastic_resize_monitor_interval_s=20,  # as often as Ray looks for new nodes
+            elastic_resize_monitor_interval_s=20,  # how often Ray looks for new nodes
         ),
         run_config=ray.train.RunConfig(
             name=run.name,
@@ -65,7 +65,7 @@ def main() -> None:
 
 
 def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> list[dict]:
-    """What every worker runs; returns the metrics."""
+    """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
@@ -92,15 +92,15 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [5] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
-    if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
-        # So that a resumed run adds gradients in the same order, to the last bit. Your own loop can do without.
+    if isinstance(ddp_model, DistributedDataParallel):  # a single worker's model is not wrapped
+        # Regroup the buckets now, so that a resumed run is equal bit for bit. Your own loop can do without this.
         inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray's own sampler would pad, and a single worker would get none. Ray keeps ours, and moves the batches.
+    # Ray keeps our sampler and moves the batches. Its own sampler would pad, and a single worker would get none.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
-    if not resumed:  # a run that is killed in its first epoch starts again from the same weights
+    if not resumed:  # a run that is killed in its first epoch restarts from the same weights
         save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [6] Train, validate and save, epoch by epoch.
@@ -109,7 +109,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         if progress.interrupted:  # by --save-every-steps
             save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
-        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank; validate what is saved
+        distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank: validate with the saved ones
         metrics = progress.finish_epoch({
             **evaluate(model, val_loader, task),
             **extra_metrics,
@@ -127,7 +127,7 @@ def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
 ) -> dict:  # fmt: skip
-    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
+    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
 
     Returns the metrics that the task adds.
     """
@@ -149,7 +149,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
-    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    """Return loss and accuracy over the whole data set: sum over all ranks, then divide once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
@@ -162,7 +162,7 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
 
 
 def save(run: storage.RayRun, worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
-    """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
+    """Report the metrics and the whole state. Rank 0 writes it, and Ray stores it and keeps the two newest."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
     run.report(state, metrics, worker)
 

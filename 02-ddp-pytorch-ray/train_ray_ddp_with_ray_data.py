@@ -6,9 +6,9 @@ On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp_with_ray_data.p
                           --storage-path s3://BUCKET/runs
 Your own data:        python train_ray_ddp_with_ray_data.py --data-uri s3://BUCKET/images --image-size 64
 
-A built-in data set is written to Parquet under --storage-path once, and streamed from there through CPU tasks. Every
+A built-in data set is written once to Parquet under --storage-path, and streamed from there through CPU tasks. Every
 sample is seen once per epoch, but Ray decides which worker gets it, and when. So losses differ from run to run, and an
-epoch that was cut short starts again.
+interrupted epoch starts again.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TASKS = (tasks.ImageTask,)
 
 
 def main() -> None:
-    # No BatchNorm: whichever rows a worker gets, its last batch may be a single sample, which has no variance.
+    # No BatchNorm: a worker's last batch may be a single sample, which has no variance.
     parser = command_line.ray_parser(__doc__, TASKS, models=("resnet18", "resnet8", "mlp"))
     add = parser.add_argument
     add("--data-uri", dest="dataset", type=paths.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
@@ -42,11 +42,11 @@ def main() -> None:
     add("--image-size", type=options.positive_int, metavar="PIXELS",
         help="resize pictures of --data-uri to this height and width (default: all have the same)")  # fmt: skip
     add("--augment", action="store_true",
-        help="turn, shift, scale and blur each training image at random, on the CPUs of Ray Data's tasks")  # fmt: skip
+        help="rotate, shift, scale and blur training images at random, on the CPUs of Ray Data's tasks")  # fmt: skip
     args = parser.parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
 
-    # [1] Find whatever can be wrong before a worker starts.
+    # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers))
         if args.num_workers == 0 and workers.num_processes(0) > 1:
@@ -55,19 +55,19 @@ def main() -> None:
             raise ValueError("--save-every-steps: with Ray Data an epoch that was cut short starts again")
         splits = ray_images.find(args.dataset, args.data_dir, args.image_size)
         classes = splits["train"].classes if isinstance(splits, dict) else None
-        run = storage.RayRun.from_args(args, classes=classes)  # a run that is resumed must have the same ones
+        run = storage.RayRun.from_args(args, classes=classes)  # a resumed run must have the same classes
         run.open_or_resume(args, driver)
     script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu, spare_cpus=1, packages=(shared, ray_images))
 
-    # [2] The input: nothing is read yet, this is a plan. Each epoch streams through it, in tasks beside the workers.
+    # [2] Plan the input. Nothing is read yet: each epoch streams through the plan, in tasks next to the workers.
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     context.use_datasource_v2 = False  # Ray's newer Parquet reader starts helper processes for each pass
     with distributed.fail_together():
         splits = ray_images.store(splits, f"{run.storage_path}/datasets/{args.dataset}")
-        seed = args.seed + len(run.metrics)  # a resumed run does not repeat the orders of its first epochs
-        blocks = max(8, 4 * args.num_workers)  # several for each worker: blocks are what is dealt
+        seed = args.seed + len(run.metrics)  # a resumed run does not repeat its first orders
+        blocks = max(8, 4 * args.num_workers)  # several for each worker, because Ray deals blocks
         streams = {name: ray_images.read(images, seed, blocks) for name, images in splits.items()}
         if args.augment:
             streams["train"] = streams["train"].map_batches(augment)
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, worker: distributed.Worker) -> list[dict]:
-    """What every worker runs; returns the metrics."""
+    """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
@@ -108,7 +108,7 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
     if resumed:
         with distributed.fail_together():
             restored = checkpoint.restore(state, model, optimizer, scheduler, worker)
-        # The stream cannot be entered in its middle: an epoch that was cut short starts again, with its steps taken.
+        # A stream cannot resume in the middle. An interrupted epoch starts again, and its steps still count.
         progress.load_state_dict({**restored, "position": 0})
         progress.begin_epoch()
         if worker.rank == 0:
@@ -117,11 +117,11 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
 
     # [6] From here on backward() averages the gradients of all ranks.
     ddp_model = prepare_model(model, parallel_strategy_kwargs={"gradient_as_bucket_view": True})
-    if isinstance(ddp_model, DistributedDataParallel):  # the model of a single worker is not wrapped
-        # So that a resumed run adds gradients in the same order, to the last bit. Your own loop can do without.
+    if isinstance(ddp_model, DistributedDataParallel):  # a single worker's model is not wrapped
+        # Regroup the buckets now, so that a resumed run is equal bit for bit. Your own loop can do without this.
         inputs, targets = task.to_device([torch.empty(0, *images.image_shape), torch.empty(0, dtype=torch.long)])
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
-    if not resumed:  # a run that is killed in its first epoch starts again from the same weights
+    if not resumed:  # a run that is killed in its first epoch restarts from the same weights
         save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
 
     # [7] Train, validate and save, epoch by epoch.
@@ -141,8 +141,8 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
 
 
 def augment(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Each image turned, shifted, scaled and blurred, by its own random numbers. Runs in Ray Data's tasks."""
-    torch.seed()  # each process starts with the same one
+    """Rotate, shift, scale and blur each image with its own random numbers. Ray Data's tasks run this."""
+    torch.seed()  # each process starts with the same seed
     change = v2.Compose([v2.RandomAffine(15, translate=(0.1, 0.1), scale=(0.8, 1.2), fill=-1), v2.GaussianBlur(3)])
     return {**batch, "image": torch.stack([change(torch.tensor(image)) for image in batch["image"]]).numpy()}
 
@@ -151,7 +151,7 @@ def train_epoch(
     model: nn.Module, shard: ray.data.DataIterator, local_batch_size: int, optimizer: torch.optim.Optimizer,
     task: tasks.Task, worker: distributed.Worker, args: Namespace, progress: Progress,
 ) -> int:  # fmt: skip
-    """Train one epoch, or to --max-steps; returns how many samples were seen exactly once."""
+    """Train until the epoch or --max-steps ends. Return how many samples were seen exactly once."""
     model.train()
     batches = ray_images.Stream(shard.iter_torch_batches(
         batch_size=local_batch_size, device=worker.device,
@@ -159,12 +159,12 @@ def train_epoch(
     ), task.splits, worker.device)  # fmt: skip
     progress.start_steps()
     while args.max_steps is None or progress.step + len(progress.losses) < args.max_steps:
-        # Ranks have different numbers of rows: all continue, some with empty batches, until the last has none left.
+        # Ranks have different numbers of rows. All continue, some with empty batches, until no rank has any left.
         inputs, targets = task.to_device(next(batches, batches.empty))
-        # A second, tiny all-reduce per step, which a GPU waits for: the price of using every row.
+        # A second, tiny all-reduce per step, for which a GPU waits. This is the price of using every row.
         global_count = int(distributed.global_sum(torch.tensor(len(targets), device=worker.device)))
         if global_count == 0:
-            # An epoch is over when the stream is: with a filter in it, nobody knows beforehand how long it is.
+            # The epoch ends with the stream. With a filter in it, nobody knows its length in advance.
             progress.num_samples = progress.position + sum(progress.counts)
             break
         optimizer.zero_grad()
@@ -178,13 +178,13 @@ def train_epoch(
     with distributed.fail_together():
         batches.check()  # every image could be read
     progress.finish_steps()  # one all-reduce for all losses, not one per step
-    # Our proof, by ids. Your own data set has none: its samples are counted.
+    # Built-in data have ids, which prove it. Your own have none, so the samples are only counted.
     return progress.position if batches.seen is None else int((distributed.global_sum(batches.seen) == 1).sum())
 
 
 @torch.no_grad()
 def evaluate(model: nn.Module, shard: ray.data.DataIterator, batch_size: int, task: tasks.Task) -> dict:
-    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    """Return loss and accuracy over the whole data set: sum over all ranks, then divide once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     batches = shard.iter_torch_batches(batch_size=batch_size, device=task.device)
@@ -201,7 +201,7 @@ def evaluate(model: nn.Module, shard: ray.data.DataIterator, batch_size: int, ta
 
 
 def save(run: storage.RayRun, worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
-    """Report the metrics with the whole state: rank 0 writes it, Ray stores it and keeps the two newest."""
+    """Report the metrics and the whole state. Rank 0 writes it, and Ray stores it and keeps the two newest."""
     state = checkpoint.training_state(model, optimizer, scheduler, progress.state_dict())
     run.report(state, metrics, worker)
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: those of --ds-config, checked on the driver and completed with what the options decide."""
+"""Read DeepSpeed's settings from --ds-config, check them on the driver, and complete them from the options."""
 
 import difflib
 import json
@@ -23,7 +23,7 @@ OWN_FILE = Path(__file__).with_name("ds_config.json")
 
 @dataclass(frozen=True)
 class Default:
-    """The default of an option that yields to --ds-config."""
+    """The default of an option that --ds-config may replace."""
 
     value: object
 
@@ -75,12 +75,13 @@ class Settings(Section):
 
 
 def read_settings(args: Namespace, world_size: int, driver: Worker) -> tuple[Options, dict]:
-    """Read --ds-config. Returns the options, with its values for those that were not given, and DeepSpeed's settings.
+    """Read --ds-config, and return (options, DeepSpeed's settings).
 
-    Raises ValueError for a file that contradicts an option, and for one that DeepSpeed would refuse in the workers.
+    An option that was not given gets its value from the file. Raises ValueError if the file contradicts an option, or
+    if DeepSpeed would refuse it in the workers.
     """
     file = Path(args.ds_config)
-    # DeepSpeed chooses its back end when it is first imported. In local mode this process trains.
+    # DeepSpeed chooses its back end when it is first imported, and in local mode this process trains.
     trains_on_gpu = args.num_workers == 0 and args.use_gpu is not False and torch.cuda.is_available()
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if trains_on_gpu else "cpu")
     with errors_about(file):
@@ -88,7 +89,7 @@ def read_settings(args: Namespace, world_size: int, driver: Worker) -> tuple[Opt
         automatic = remove_auto(settings)
         options = take_options(settings, args, world_size)
         if file == OWN_FILE and not isinstance(args.zero_stage, Default):
-            settings.get("zero_optimization", {}).pop("stage", None)  # this file is for every --zero-stage
+            settings.get("zero_optimization", {}).pop("stage", None)  # this file serves every --zero-stage
     check_divisible(options.batch_size, world_size)
     with errors_about(file):
         filled_in = fill_in(settings, options, world_size)
@@ -97,7 +98,7 @@ def read_settings(args: Namespace, world_size: int, driver: Worker) -> tuple[Opt
     notes = {
         '"auto" is left to DeepSpeed where no option decides': [name for name in automatic if name not in filled_in],
         "DeepSpeed does not know, and ignores": unknown,
-        "--activation-checkpointing decides, and not": settings.keys() & {"activation_checkpointing"},
+        "overridden by --activation-checkpointing": settings.keys() & {"activation_checkpointing"},
     }
     for what, names in notes.items():
         if names and driver.rank == 0:
@@ -107,17 +108,20 @@ def read_settings(args: Namespace, world_size: int, driver: Worker) -> tuple[Opt
 
 @contextmanager
 def errors_about(file: Path) -> Iterator[None]:
-    """A ValueError in the block gets one line, which begins with the file's name."""
+    """Raise a ValueError of the block as a single line that begins with the file's name."""
     try:
         yield
     except ValidationError as error:
         raise ValueError(f"{file}: {in_words(error)}") from error
-    except (ValueError, OverflowError) as error:  # the second one for a number like 1e999
+    except (ValueError, OverflowError) as error:  # OverflowError for a number like 1e999
         raise ValueError(f"{file}: {error}") from error
 
 
 def in_words(error: ValidationError, section: str = "") -> str:
-    """Its first finding, in one line, without pydantic's link. section: the path to what was validated."""
+    """Return the error's first finding in one line, without pydantic's link.
+
+    section: the path to the part that was validated.
+    """
     first = error.errors(include_url=False)[0]
     path = ".".join([section, *map(str, first["loc"])]).strip(".")
     if first["type"] == "extra_forbidden":
@@ -126,7 +130,10 @@ def in_words(error: ValidationError, section: str = "") -> str:
 
 
 def load(text: str) -> dict:
-    """The settings in a file's text. It may hold comments, as DeepSpeed allows. Raises ValueError."""
+    """Return the settings in a file's text, which may hold comments, as DeepSpeed allows.
+
+    Raises ValueError if the text is not an object of settings.
+    """
     import hjson  # DeepSpeed's reader
     from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 
@@ -135,13 +142,16 @@ def load(text: str) -> dict:
     settings = hjson.loads(text, object_pairs_hook=dict_raise_error_on_duplicate_keys)
     if not isinstance(settings, dict):
         raise ValueError("it must hold an object of settings, as ds_config.json does")
-    if "bfloat16" in settings:  # its older name, which DeepSpeed reads only where there is no bf16
+    if "bfloat16" in settings:  # the older name, which DeepSpeed reads only if there is no bf16
         settings.setdefault("bf16", settings.pop("bfloat16"))
     return settings
 
 
 def remove_auto(section: dict, prefix: str = "") -> list[str]:
-    """Remove every "auto", which is Hugging Face's for "whatever the options say". Returns the settings' paths."""
+    """Remove every setting that is "auto", and return their paths.
+
+    "auto" is Hugging Face's word for "whatever the options say".
+    """
     removed = []
     for name, value in list(section.items()):
         if isinstance(value, dict):
@@ -153,7 +163,10 @@ def remove_auto(section: dict, prefix: str = "") -> list[str]:
 
 
 def take_options(settings: dict, args: Namespace, world_size: int) -> Options:
-    """The options, with the values of `settings` for those that were not given. Raises ValueError for wrong types."""
+    """Return the options, with values of `settings` for those that were not given.
+
+    Raises ValueError for values of a wrong type.
+    """
     file = Settings.model_validate(settings)
     micro_batch, accumulation = file.train_micro_batch_size_per_gpu, file.gradient_accumulation_steps or 1
     enabled = [name for name in ("bf16", "fp16") if getattr(file, name).enabled]
@@ -172,13 +185,16 @@ def take_options(settings: dict, args: Namespace, world_size: int) -> Options:
 
 
 def fill_in(settings: dict, args: Namespace, world_size: int) -> list[str]:
-    """Put into `settings` what the options decide; returns the paths. Raises ValueError where it says otherwise."""
+    """Put into `settings` what the options decide, and return the paths.
+
+    Raises ValueError where `settings` contradict the options.
+    """
     if "scheduler" in settings:
         raise ValueError('the learning rate is scheduled by this script (--lr-step-size); leave out "scheduler"')
     if settings.get("checkpoint", {}).get("load_universal"):
         raise ValueError("the number of workers decides which checkpoints are converted; leave out load_universal")
     per_rank_batch = local_batch_size(args.batch_size, world_size)
-    # As DeepSpeed does: of the micro-batch and the number of accumulation steps, each follows from the other.
+    # As in DeepSpeed, the micro-batch and the number of accumulation steps determine each other.
     micro_batch = settings.get("train_micro_batch_size_per_gpu") or per_rank_batch
     parts = 1 if per_rank_batch % micro_batch else per_rank_batch // micro_batch
     accumulation = settings.get("gradient_accumulation_steps") or parts
@@ -213,12 +229,15 @@ def fill_in(settings: dict, args: Namespace, world_size: int) -> list[str]:
     return list(decided)
 
 
-# What DeepSpeed's own Adams take, and PyTorch's do not.
+# Parameters that DeepSpeed's own Adams take, and PyTorch's do not.
 DEEPSPEED_ADAM = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
 
 
 def check_optimizer(settings: dict) -> None:
-    """Raises ValueError for an optimizer that a worker could not make. DeepSpeed's own are not tried, except Adam."""
+    """Raise ValueError for an optimizer that a worker could not make.
+
+    Except for Adam, DeepSpeed's own optimizers are not tried.
+    """
     from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 
@@ -241,7 +260,7 @@ def check_optimizer(settings: dict) -> None:
 
 
 class NotesNames(dict):
-    """Settings that note which names DeepSpeed looks up. It has no list of those that it knows."""
+    """Settings that record which names DeepSpeed looks up, because it has no list of known names."""
 
     def __init__(self, settings: dict) -> None:
         super().__init__(settings)
@@ -260,10 +279,13 @@ class NotesNames(dict):
 
 
 def check(settings: dict) -> list[str]:
-    """The names that DeepSpeed does not know. Raises ValueError for what it would refuse, and for likely typos."""
+    """Return the names that DeepSpeed does not know.
+
+    Raises ValueError for settings that it would refuse, and for likely typos.
+    """
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    # DeepSpeed multiplies by the number of ranks: here it sees one.
+    # DeepSpeed multiplies by the number of ranks, and here it sees one.
     noting = NotesNames({name: settings[name] for name in settings if name != "train_batch_size"})
     try:
         DeepSpeedConfig(noting)
@@ -271,7 +293,7 @@ def check(settings: dict) -> list[str]:
         name = error.errors(include_url=False)[0]["loc"][:1]
         sections = [section for section, part in settings.items() if isinstance(part, dict) and {*name} & {*part}]
         raise ValueError(in_words(error, "".join(sections[:1]))) from error
-    except Exception as error:  # of all kinds, AssertionError among them
+    except Exception as error:  # of any kind, even AssertionError
         text = " ".join(str(error).split()) or type(error).__name__
         raise ValueError(f"DeepSpeed refuses it: {re.sub(r' See https?://[^ ]+', '', text)}") from error
     unknown = [name for name in settings if name not in noting.names]

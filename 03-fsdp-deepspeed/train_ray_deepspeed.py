@@ -1,14 +1,14 @@
-"""Train a GPT with DeepSpeed ZeRO on Ray Train: optimizer state, gradients and weights cut up in stages 1, 2 and 3.
+"""Train a GPT with DeepSpeed ZeRO on Ray Train: stages 1, 2, 3 shard optimizer state, gradients and weights.
 
 Two workers here:     python train_ray_deepspeed.py --num-workers 2 --zero-stage 3
 In this process:      python train_ray_deepspeed.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_deepspeed.py --num-workers 16 --precision bf16 \\
                           --preset 7b --ds-config my_config.json --storage-path s3://BUCKET/runs
 
-Every stage computes what DDP computes: with one --seed and --batch-size, every number of workers has the same losses,
-up to rounding. A worker that dies is replaced, and the run continues from its newest checkpoint. With --resume it does
-so with any number of workers. The buckets in ds_config.json are small, for the preset nano. For a larger one give a
---ds-config without them, and DeepSpeed uses its own.
+Every stage computes what DDP computes: with the same --seed and --batch-size, any number of workers has the same
+losses, up to rounding. A worker that dies is replaced, and the run continues from its newest checkpoint. --resume
+continues it with any number of workers. The buckets in ds_config.json are small, for the preset nano. For a larger
+preset give a --ds-config without bucket sizes, and DeepSpeed uses its own.
 """
 
 import os
@@ -39,17 +39,17 @@ def main() -> None:
         "fp16": "as bf16, with loss scaling; on GPUs",
     })  # fmt: skip
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=0,
-        help="1: optimizer state is cut up, 2: gradients too, 3: weights too (default: %(default)s)")  # fmt: skip
+        help="1: shard the optimizer state, 2: gradients too, 3: weights too (default: %(default)s)")  # fmt: skip
     parser.add_argument("--ds-config", metavar="FILE", type=paths.local_path,
         default=str(ds_settings.OWN_FILE),
-        help="DeepSpeed's settings (default: ds_config.json beside this file)")  # fmt: skip
+        help="DeepSpeed's settings (default: ds_config.json next to this file)")  # fmt: skip
     parser.add_argument("--offload", action="store_true", help="keep the optimizer's state in the host's memory")
-    yielding = ("batch_size", "lr", "precision", "zero_stage")  # --ds-config decides where they are not given
+    yielding = ("batch_size", "lr", "precision", "zero_stage")  # --ds-config decides those that are not given
     parser.set_defaults(**{name: ds_settings.Default(parser.get_default(name)) for name in yielding})
     args = parser.parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
 
-    # [1] Find whatever can be wrong before a worker starts.
+    # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
         args, settings = ds_settings.read_settings(args, workers.num_processes(args.num_workers), driver)
         run = storage.RayRun.from_args(args, zero_stage=settings["zero_optimization"]["stage"])
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distributed.Worker) -> list[dict]:
-    """What every worker runs; returns the metrics."""
+    """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
@@ -76,11 +76,11 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
             raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")
     task = tasks.build(TASKS, args, worker, patience_s=run.patience_s)
 
-    # [3] Continue an interrupted run, or begin: the engine is the model, its optimizer and its scheduler in one.
+    # [3] Start, or continue an interrupted run. The engine holds the model, its optimizer and its scheduler.
     distributed.join_alone(worker.device)  # in local mode
     progress = Progress(args, worker, len(task.splits.train), run.options)
     with run.fetch_on_all_ranks(worker) as (folder, state):
-        # With a different number of ranks. In stage 0 nothing is cut up, and every rank reads the same file.
+        # Convert it for a different number of ranks. In stage 0 nothing is sharded, and all ranks read the same file.
         sharded = settings["zero_optimization"]["stage"] > 0
         universal = sharded and state is not None and state["world_size"] != worker.world_size
         if universal:
@@ -96,7 +96,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray's own sampler would pad, and a single worker would get none. Ray keeps ours, and moves the batches.
+    # Ray keeps our sampler and moves the batches. Its own sampler would pad, and a single worker would get none.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     num_val_batches = len(sampling.global_batch_counts(len(task.splits.val), args.batch_size))
 
@@ -107,7 +107,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
             save(run, worker, engine, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
-            # Every forward pass gathers weights from all ranks: each must make equally many.
+            # Every forward pass gathers weights from all ranks, so each rank must make equally many.
             **evaluate(engine, sampling.even_batches(val_loader, num_val_batches), task),
             **extra_metrics,
             "world_size": worker.world_size,
@@ -119,20 +119,23 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
 
 def schedule(progress: Progress) -> Callable[[int], float]:
-    """The learning rate's factor after a number of optimizer steps: halved every --lr-step-size epochs of the run."""
+    """Return a function of the step: the learning rate's factor, halved every --lr-step-size epochs."""
     steps_per_epoch = len(sampling.global_batch_counts(progress.num_samples, progress.args.batch_size))
-    # Resumed with a different --batch-size, a run has come as far as it is in more or in fewer steps.
+    # A run resumed with a different --batch-size has taken more or fewer steps to the same position.
     ahead = progress.epoch * steps_per_epoch + progress.position // progress.args.batch_size - progress.step
     return lambda step: 0.5 ** ((step + ahead) // (progress.options["lr_step_size"] * steps_per_epoch))
 
 
 def build_engine(task: tasks.TextTask, settings: dict, factor: Callable, worker: distributed.Worker) -> nn.Module:
-    """A DeepSpeedEngine around a GPT. In stage 3 its weights are cut up while it is built: no rank ever holds all."""
-    os.environ["DS_ACCELERATOR"] = worker.device.type  # on this machine the driver's may have come along
-    import deepspeed  # once the back end is chosen
+    """Return a DeepSpeedEngine around a GPT. In stage 3 the GPT is sharded while it is built.
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled first, for CPUs only
-    deepspeed.init_distributed(dist_init_required=False)  # joins the process group that is there
+    So no rank ever holds all of its weights.
+    """
+    os.environ["DS_ACCELERATOR"] = worker.device.type  # workers may have inherited the driver's
+    import deepspeed  # after the back end is chosen
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would have to be compiled, and is for CPUs only
+    deepspeed.init_distributed(dist_init_required=False)  # joins the existing process group
     cut_up = settings["zero_optimization"]["stage"] == 3
     with deepspeed.zero.Init(config_dict_or_path=settings, enabled=cut_up):
         model = models.GPT(task.gpt_config, task.args.activation_checkpointing)
@@ -150,7 +153,7 @@ def build_engine(task: tasks.TextTask, settings: dict, factor: Callable, worker:
 def train_epoch(
     engine: nn.Module, loader: DataLoader, task: tasks.TextTask, worker: distributed.Worker, progress: Progress
 ) -> dict:
-    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
+    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
 
     Returns the metrics that the task adds.
     """
@@ -162,10 +165,10 @@ def train_epoch(
         for parts in zip(*(tensor.tensor_split(accumulation) for tensor in batch), strict=True):
             inputs, targets = task.to_device(parts)
             watched = progress.steps_left == 0 and engine.is_gradient_accumulation_boundary()
-            if watched:  # the last backward pass of the last step: on a CPU, watching takes time
+            if watched:  # only the last backward pass, because measuring is slow on a CPU
                 memory.start(*zero.state_tensors(engine))
             # This rank's share of the mean over the global batch. DeepSpeed divides by the world size and by the
-            # number of accumulation steps, so we multiply by them.
+            # number of accumulation steps, so we multiply by both.
             loss = task.loss(engine(inputs), targets) / global_count
             engine.backward(loss * worker.world_size * accumulation)
             step_loss += loss.detach()
@@ -179,7 +182,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
-    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    """Return loss and accuracy over the whole data set: sum over all ranks, then divide once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
@@ -190,8 +193,8 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
 
 
 def save(run: storage.RayRun, worker: distributed.Worker, engine: nn.Module, progress: Progress, metrics: dict) -> None:
-    """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
-    # No random state: nothing here draws numbers. With dropout, add checkpoint.random_state(), as in chapter 1.
+    """Report the metrics and the whole state. Every rank writes its slices, and Ray stores one checkpoint."""
+    # Nothing here draws random numbers. If your model has dropout, add checkpoint.random_state(), as in chapter 1.
     state = {"progress": progress.state_dict(), "world_size": worker.world_size}
     run.report(state, metrics, worker, write=lambda folder: zero.save_zero(folder, engine))
 

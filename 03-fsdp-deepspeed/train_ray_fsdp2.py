@@ -5,9 +5,9 @@ In this process:      python train_ray_fsdp2.py --num-workers 0      (Ray's loca
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_fsdp2.py --num-workers 16 --precision bf16 \\
                           --preset 7b --storage-path s3://BUCKET/runs
 
-It computes what train_ray_ddp.py --dataset text computes: with one --seed and --batch-size, every number of workers has
-the same losses, up to rounding. A worker that dies is replaced, and the run continues from its newest checkpoint. With
---resume it does so with any number of workers.
+It computes what train_ray_ddp.py --dataset text computes: with the same --seed and --batch-size, any number of workers
+has the same losses, up to rounding. A worker that dies is replaced, and the run continues from its newest checkpoint.
+--resume continues it with any number of workers.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def main() -> None:
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
     run = storage.RayRun.from_args(args)
 
-    # [1] Find whatever can be wrong before a worker starts.
+    # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers))
         run.open_or_resume(args, driver)
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> list[dict]:
-    """What every worker runs; returns the metrics."""
+    """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
@@ -70,17 +70,17 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
             raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")
     task = tasks.build(TASKS, args, worker, patience_s=run.patience_s)
 
-    # [3] No rank ever holds the whole model: it is laid out without memory and cut up, then each slice gets its values.
+    # [3] No rank ever holds the whole model. It is built without memory, then sharded, then each slice gets its values.
     distributed.join_alone(worker.device)  # in local mode
     with torch.device("meta"):
         model = models.GPT(task.gpt_config, args.activation_checkpointing).to(task.dtype)
     shard(model, args, worker)
     model.to_empty(device="cpu" if args.offload else worker.device)
-    models.init_weights(model, args.seed)  # parameters only: buffers (of BatchNorm, say) would have to be filled too
+    models.init_weights(model, args.seed)  # it sets parameters; buffers, as BatchNorm has, would need values too
     optimizer = task.build_optimizer(model)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
 
-    # [4] Continue an interrupted run: every rank reads its slices, even those that other ranks have written.
+    # [4] Continue an interrupted run: every rank reads its slices, even if other ranks wrote them.
     progress = Progress(args, worker, len(task.splits.train), run.options)
     with run.fetch_on_all_ranks(worker) as (folder, state):
         if state is not None:
@@ -92,7 +92,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray's own sampler would pad, and a single worker would get none. Ray keeps ours, and moves the batches.
+    # Ray keeps our sampler and moves the batches. Its own sampler would pad, and a single worker would get none.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     num_val_batches = len(sampling.global_batch_counts(len(task.splits.val), args.batch_size))
 
@@ -103,7 +103,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
             save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
-            # Every forward pass gathers weights from all ranks: each must make equally many.
+            # Every forward pass gathers weights from all ranks, so each rank must make equally many.
             **evaluate(model, sampling.even_batches(val_loader, num_val_batches), task),
             **extra_metrics,
             "world_size": worker.world_size,
@@ -117,7 +117,10 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
 
 def shard(model: models.GPT, args: Namespace, worker: distributed.Worker) -> None:
-    """Cut every parameter into one slice per rank. A block is gathered while it computes, the rest once per pass."""
+    """Shard every parameter, one slice per rank, block by block.
+
+    A block is gathered while it computes, and the other parameters once per pass.
+    """
     bf16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if args.precision == "bf16" else {}
     policies = {
         "mesh": init_device_mesh(worker.device.type, (worker.world_size,)),
@@ -134,7 +137,7 @@ def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
 ) -> dict:  # fmt: skip
-    """Train to the end of the epoch, or until --save-every-steps or --max-steps interrupts it.
+    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
 
     Returns the metrics that the task adds.
     """
@@ -154,7 +157,7 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
-    """Loss and accuracy over the whole data set: sums are added over all ranks, then divided, once."""
+    """Return loss and accuracy over the whole data set: sum over all ranks, then divide once."""
     model.eval()
     totals = torch.zeros(3, dtype=torch.float64, device=task.device)  # loss, correct answers, samples
     for batch in batches:
@@ -165,8 +168,8 @@ def evaluate(model: nn.Module, batches: Iterable, task: tasks.Task) -> dict:
 
 
 def save(run: storage.RayRun, worker, model, optimizer, scheduler, progress: Progress, metrics: dict) -> None:
-    """Report the metrics with the whole state: every rank writes its slices, Ray stores them as one checkpoint."""
-    # No random state: nothing here draws numbers. With dropout, add checkpoint.random_state(), as in chapter 1.
+    """Report the metrics and the whole state. Every rank writes its slices, and Ray stores one checkpoint."""
+    # Nothing here draws random numbers. If your model has dropout, add checkpoint.random_state(), as in chapter 1.
     state = {"scheduler": scheduler.state_dict(), "progress": progress.state_dict()}
     run.report(state, metrics, worker, write=lambda folder: sharded.save_sharded(folder, model, optimizer))
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's engine keeps on a rank, and its checkpoints."""
+"""List what DeepSpeed's engine keeps on a rank, and save and restore its checkpoints."""
 
 import io
 import os
@@ -19,15 +19,16 @@ from shared.on_ray import storage
 
 
 def state_tensors(engine: object) -> list[torch.Tensor]:
-    """The tensors that a DeepSpeed engine keeps on this rank, its communication buckets apart.
+    """Return the tensors that a DeepSpeed engine keeps on this rank, without its communication buckets.
 
-    Weights, gradients, Adam's moments, and from stage 1 on the float32 master copy, each where its stage has it.
+    These are weights, gradients, Adam's moments and, from stage 1 on, the float32 master copy. Each stage keeps them in
+    different attributes.
     """
     parameters, optimizer = list(engine.module.parameters()), engine.optimizer
     kept = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
     kept += [parameter.grad for parameter in parameters if parameter.grad is not None]
     kept += getattr(optimizer, "single_partition_of_fp32_groups", [])  # stages 1 and 2
-    for gradients in ("averaged_gradients", "all_grad_tensors"):  # the second one while gradients are accumulated
+    for gradients in ("averaged_gradients", "all_grad_tensors"):  # all_grad_tensors while gradients are accumulated
         kept += [part for parts in getattr(optimizer, gradients, {}).values() for part in parts or []]
     kept += [part for group in getattr(optimizer, "fp32_groups", []) for part in group]  # stage 0, mixed precision
     kept += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # stage 3
@@ -37,30 +38,33 @@ def state_tensors(engine: object) -> list[torch.Tensor]:
 
 
 def save_zero(folder: str | Path, engine: object) -> None:
-    """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective; see `save_sharded`."""
+    """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective.
+
+    The rest is as in `save_sharded`.
+    """
     with fail_together():
         weights = dict(engine.module.named_parameters())
         check_finite({name: getattr(weight, "ds_tensor", weight) for name, weight in weights.items()})
-    (Path(folder) / "zero").mkdir()  # DeepSpeed makes it on the first rank's node only
+    (Path(folder) / "zero").mkdir()  # DeepSpeed makes this folder on the first rank's node only
     engine.save_checkpoint(str(folder), tag="zero", save_latest=False)
 
 
 @contextmanager
 def universal_format(folder: str | Path, worker: Worker) -> Iterator[Path]:
-    """A temporary folder with what `save_zero` has written, converted for any number of ranks. Collective.
+    """Yield a temporary folder with the slices of `save_zero`, converted for any number of ranks. Collective.
 
-    A stored checkpoint is never written to, so each node converts its own copy. At every start with a different number
-    of ranks that costs the time to read and write the checkpoint once, and for a moment as much disk again.
+    A stored checkpoint is never changed, so each node converts its own copy. Every start with a different number of
+    ranks reads and writes the checkpoint once, and for a moment needs as much disk space again.
     """
     from deepspeed.checkpoint.ds_to_universal import main as ds_to_universal  # takes seconds to import
 
-    # The folder of a node is named after its first process, so that it is found and deleted if that is killed.
+    # A node's folder is named after its first process, so that it can be found and deleted if that is killed.
     processes = gather_objects((socket.gethostname(), worker.local_rank, os.getpid()))
     owner = next(pid for host, rank, pid in processes if (host, rank) == (socket.gethostname(), 0))
     converted = Path(f"{storage.temporary_prefix()}{owner}_{from_rank_zero(uuid.uuid4().hex)}")
     with local_first(worker):
         if not converted.exists():
-            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # it draws progress bars
+            with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # hide its progress bars
                 ds_to_universal(Namespace(
                     input_folder=str(Path(folder, "zero")), output_folder=str(converted / "universal"),
                     num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True,
@@ -71,14 +75,16 @@ def universal_format(folder: str | Path, worker: Worker) -> Iterator[Path]:
         wait_for_all()
     finally:
         if worker.local_rank == 0:
-            shutil.rmtree(converted, ignore_errors=True)  # nodes of one machine share it
+            shutil.rmtree(converted, ignore_errors=True)  # several nodes on one machine share the folder
 
 
 def restore_zero(folder: str | Path, engine: object, universal: bool = False) -> None:
-    """Read this rank's slices of a DeepSpeed engine. Collective. DeepSpeed unpickles them, as in `restore_sharded`.
+    """Read this rank's slices of a DeepSpeed engine. Collective.
 
+    As in `restore_sharded`, they are unpickled, which may run code.
     universal: `folder` is in `universal_format`, and the engine's settings say `load_universal`.
+    Raises UsageError if `folder` holds no DeepSpeed checkpoint.
     """
     loaded, _ = engine.load_checkpoint(str(folder), tag="universal" if universal else "zero")
     if loaded is None:
-        raise UsageError(f"{folder} holds no checkpoint of DeepSpeed")
+        raise UsageError(f"{folder} holds no DeepSpeed checkpoint")

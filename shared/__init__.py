@@ -1,1 +1,1 @@
-"""What more than one chapter of the workshop uses: taught first in a lesson, imported afterwards."""
+"""Code that more than one chapter of the workshop uses: a lesson teaches it first, later ones import it."""

@@ -1,4 +1,4 @@
-"""A whole training state on disk: written atomically, read safely, and the newest readable one found again."""
+"""Save a whole training state atomically, read it safely, and find the newest readable one again."""
 
 import os
 import pickle
@@ -22,10 +22,10 @@ NAME = re.compile(r"checkpoint-(\d{8})\.pt")
 
 
 def save_atomically(state: dict, path: str | Path) -> Path:
-    """Write `state` to `path` so that `path` holds either the old file or the whole new one, never a half.
+    """Write `state` to `path`, so that the file holds either its old or its new content, never half of one.
 
-    The bytes go to a temporary name in the same folder, are flushed to the disk, and are renamed, which is atomic on a
-    POSIX file system.
+    The bytes go to a temporary file in the same folder and are flushed to the disk. Then the file is renamed, which is
+    atomic on a POSIX file system. Returns the path.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.partial")
@@ -38,7 +38,10 @@ def save_atomically(state: dict, path: str | Path) -> Path:
 
 
 def save_safely(state: dict, path: str | Path) -> Path:
-    """As `save_atomically`. If that fails, nothing is left of the new file. Raises OSError with the system's reason."""
+    """Write `state` as `save_atomically` does, and leave no partial file behind if that fails.
+
+    Raises OSError with the system's reason.
+    """
     path = Path(path)
     try:
         return save_atomically(state, path)
@@ -50,18 +53,19 @@ def save_safely(state: dict, path: str | Path) -> Path:
 
 
 def load(path: str | Path) -> dict:
-    """The state in `path`, tensors on the CPU. Raises ValueError, saying why, for a file that cannot be trusted.
+    """Return the state in `path`, with its tensors on the CPU.
 
-    Reads with `weights_only=True`: a checkpoint is data, and cannot run code. The checksums inside the file are
-    verified first, since torch.load does not notice a flipped bit.
+    Raises ValueError with the reason if the file is truncated, damaged, not a checkpoint, or holds weights that are not
+    finite. `weights_only=True` makes sure that reading runs no code from the file. The checksums inside the file are
+    verified first, because torch.load does not notice a flipped bit.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
-            # An attribute bit makes an entry a folder for torch, which then returns whatever lies in memory.
+            # If an attribute bit marks an entry as a folder, torch returns uninitialized memory for it.
             damaged = damaged or next((entry.filename for entry in archive.infolist() if entry.external_attr), None)
         if damaged:
-            raise ValueError(f"damaged: {damaged} in it is not as it was written")
+            raise ValueError(f"damaged: {damaged} has changed since it was written")
         state = torch.load(path, map_location="cpu", weights_only=True)
     except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise ValueError("truncated, or not a checkpoint") from error
@@ -70,14 +74,17 @@ def load(path: str | Path) -> dict:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ValueError("not a checkpoint of this workshop")
     if name := first_not_finite(state.get("model", {})):
-        raise ValueError(f"diverged: {name} in it is not finite")
+        raise ValueError(f"diverged: {name} is not finite")
     if not state.get("finite", True):  # of a sharded checkpoint, whose weights are in other files
         raise ValueError("diverged: its weights were not finite")
     return state
 
 
 def first_not_finite(weights: dict[str, torch.Tensor]) -> str | None:
-    """The name of the first tensor with an infinite or undefined number in it. Of a DTensor the local shard counts."""
+    """Return the name of the first tensor that holds an infinity or a NaN, or None.
+
+    For a DTensor only this rank's local shard is checked.
+    """
     for name, tensor in weights.items():
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
         if not local.isfinite().all():
@@ -86,25 +93,29 @@ def first_not_finite(weights: dict[str, torch.Tensor]) -> str | None:
 
 
 def check_finite(weights: dict[str, torch.Tensor]) -> None:
-    """Raises ValueError if weights are not finite: saving them would push out a good checkpoint."""
+    """Raise ValueError if weights are not finite: saving them would push out a good checkpoint."""
     if name := first_not_finite(weights):
         raise ValueError(f"diverged: {name} is not finite (not saved): start a new run with a smaller --lr")
 
 
 def path_for_step(folder: str | Path, step: int) -> Path:
-    """Where a run's folder holds the state after `step` optimizer steps."""
+    """Return the path of the checkpoint after `step` optimizer steps, in a run's folder."""
     return Path(folder) / f"checkpoint-{step:08d}.pt"
 
 
 def list_newest_first(folder: str | Path) -> list[Path]:
-    """The checkpoints in a run's folder, readable or not, newest first."""
+    """Return the paths of the checkpoints in a run's folder, readable or not, newest first."""
     folder = Path(folder)
     found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)] if folder.is_dir() else []
     return sorted(found, reverse=True)
 
 
 def first_readable(paths: list, load: Callable[[Path], dict] = load) -> tuple[Path | None, dict | None, list[str]]:
-    """(path, state, what was skipped and why) of the first path that `load` can read; (None, None, ...) without one."""
+    """Return (path, state, skipped) for the first of `paths` that `load` can read.
+
+    skipped: one line for each path that could not be read, with the reason. If none can be read, path and state are
+    None.
+    """
     skipped = []
     for path in paths:
         try:
@@ -117,7 +128,7 @@ def first_readable(paths: list, load: Callable[[Path], dict] = load) -> tuple[Pa
 def keep_newest(written: Path, keep: int = 2) -> None:
     """Keep `written` and the `keep - 1` checkpoints before it; delete the older ones.
 
-    Newer ones stay: they can only be unreadable files that a resumed run has skipped and will write again.
+    Newer checkpoints stay. They are unreadable files that a resumed run has skipped and will overwrite.
     """
     older = [path for path in list_newest_first(written.parent) if path.name < written.name]
     for path in older[keep - 1 :]:
@@ -125,18 +136,18 @@ def keep_newest(written: Path, keep: int = 2) -> None:
 
 
 def random_state() -> dict:
-    """The state of Python's, NumPy's and torch's generators in this process, as plain data and tensors."""
+    """Return the state of this process's Python, NumPy and torch generators, as plain data and tensors."""
     kind, keys, position, has_gauss, cached = np.random.get_state()
     return {
         "python": random.getstate(),
         "numpy": (kind, torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # not by a run on CPUs
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,  # None in a run on CPUs
     }
 
 
 def set_random_state(state: dict) -> None:
-    """Put the generators of this process back to what `random_state` returned."""
+    """Set this process's generators to a state that `random_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     kind, keys, *rest = state["numpy"]
@@ -147,24 +158,25 @@ def set_random_state(state: dict) -> None:
 
 
 def training_state(model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, progress: dict) -> dict:
-    """Everything a run needs to continue as if nothing had happened. Collective: every rank calls it.
+    """Return everything that a run needs to continue as if nothing had happened. Collective.
 
     model: the bare module, not its DDP wrapper, so that one process can load it too.
-    progress: plain data (epoch, step, position of the sampler, metrics so far).
+    progress: plain data. It holds epoch, step, the sampler's position and the metrics so far.
     """
     return {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "scheduler": scheduler.state_dict(),
-        "random": gather_objects(random_state()),  # dropout draws on every rank, so every rank's generators are kept
+        "random": gather_objects(random_state()),  # every rank draws its own numbers for dropout
         "progress": progress,
     }
 
 
 def restore(state: dict, model: nn.Module, optimizer: Optimizer, scheduler: LRScheduler, worker: Worker) -> dict:
-    """Put a `training_state` back, even at a different world size, and return its progress.
+    """Load a `training_state`, even at a different world size, and return its progress.
 
-    A rank that the saved run did not have keeps its own generators. Raises ValueError if `state` is of another model.
+    A rank that the saved run did not have keeps its own generators. Raises ValueError if `state` belongs to a different
+    model.
     """
     try:
         model.load_state_dict(state["model"])
@@ -172,7 +184,7 @@ def restore(state: dict, model: nn.Module, optimizer: Optimizer, scheduler: LRSc
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
-        raise ValueError(f"the checkpoint is of another model: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"the checkpoint is of a different model: {str(error).splitlines()[0]}") from error
     scheduler.load_state_dict(state["scheduler"])
     if worker.rank < len(state["random"]):
         set_random_state(state["random"][worker.rank])

@@ -1,7 +1,7 @@
-"""The data sets of the workshop, each in three splits.
+"""Load the workshop's data sets, each in three splits.
 
-Every image data set comes as three TensorDatasets of (float32 image in [-1, 1], int64 label), split by a fixed seed.
-Text comes as windows of bytes.
+An image data set becomes three TensorDatasets of (float32 image in [-1, 1], int64 label), split by a fixed seed. A text
+becomes windows of bytes.
 """
 
 import importlib.util
@@ -19,7 +19,7 @@ SPLIT_SEED = 0
 
 @dataclass(frozen=True)
 class Splits:
-    """Train, validation and test set, and the names of the classes."""
+    """The training, validation and test sets, and the names of the classes."""
 
     train: TensorDataset
     val: TensorDataset
@@ -38,17 +38,20 @@ class Splits:
 
 
 def normalize(images: torch.Tensor, largest: float) -> torch.Tensor:
-    """Images (N, H, W) with values 0..largest -> float32 (N, 1, H, W) in [-1, 1]: mean 0.5 and deviation 0.5."""
+    """Rescale images (N, H, W) from 0..largest to float32 (N, 1, H, W) in [-1, 1].
+
+    This is the usual normalization with mean 0.5 and standard deviation 0.5.
+    """
     return ((images.to(torch.float32) / largest - 0.5) / 0.5).unsqueeze(1)
 
 
 def digits() -> Splits:
-    """scikit-learn's handwritten digits: 1,797 real images of 8x8, 16 grey levels, inside the package (no download).
+    """Return scikit-learn's handwritten digits: 1,797 real images of 8x8 pixels with 16 grey levels.
 
-    Split into 1,280 / 256 / 261 by a fixed permutation. Source: E. Alpaydin and C. Kaynak (1998), UCI "Optical
-    Recognition of Handwritten Digits".
+    They are inside the package, so nothing is downloaded. A fixed permutation splits them into 1,280 / 256 / 261.
+    Source: E. Alpaydin and C. Kaynak (1998), UCI "Optical Recognition of Handwritten Digits".
     """
-    # The file that sklearn.datasets.load_digits() reads: importing scikit-learn would take each rank a second.
+    # Read the file of sklearn.datasets.load_digits() directly: importing scikit-learn takes a second on each rank.
     package = Path(importlib.util.find_spec("sklearn").origin).parent
     rows = torch.from_numpy(np.loadtxt(package / "datasets/data/digits.csv.gz", delimiter=","))
     images, labels = normalize(rows[:, :64].reshape(-1, 8, 8), largest=16), rows[:, 64].long()
@@ -58,11 +61,12 @@ def digits() -> Splits:
 
 
 def torchvision_images(name: str, data_dir: str | Path) -> Splits:
-    """MNIST or Fashion-MNIST from `data_dir`, downloaded into it when missing.
+    """Return MNIST or Fashion-MNIST from `data_dir`, and download it if it is missing.
 
-    The first twelfth of a fixed permutation of the training file is the validation set (5,000 of 60,000); the test file
-    is the test set. Only one process per node may call this while the files are missing (`distributed.local_first`).
-    Raises OSError, saying what to do, if the files are missing and cannot be downloaded, ValueError if one is damaged.
+    A fixed permutation of the training file gives a twelfth of it, 5,000 of 60,000 images, to validation. The test file
+    is the test set. While the files are missing, only one process per node may call this: see
+    `distributed.local_first`. Raises OSError if the files are missing and cannot be downloaded, and ValueError if one
+    is damaged. The message says what to do.
     """
     from torchvision.datasets import MNIST, FashionMNIST
 
@@ -73,7 +77,7 @@ def torchvision_images(name: str, data_dir: str | Path) -> Splits:
         for file in (train_file, test_file):
             if len(file.data) != len(file.targets) or file.targets.max() >= len(file.classes):
                 raise ValueError("images and labels do not belong together")
-    # torchvision meets a damaged file with whichever of the last four its bytes lead to.
+    # A damaged file makes torchvision raise any of the last four, depending on its bytes.
     except (OSError, RuntimeError, ValueError, AssertionError, KeyError, TypeError) as error:
         from_torch = isinstance(error, (OSError, RuntimeError))
         reason = str(error).partition("\n")[0] if from_torch else "one of its files is damaged"
@@ -94,9 +98,9 @@ def torchvision_images(name: str, data_dir: str | Path) -> Splits:
 
 
 def synthetic(size: int = 10_000, image_shape: tuple[int, int, int] = (1, 28, 28), num_classes: int = 10) -> Splits:
-    """Random pixels with random labels, made in memory: nothing to learn, good for measuring speed.
+    """Return random pixels with random labels: nothing to learn, but good for measuring speed.
 
-    `size` training samples, and a tenth of that for validation and for test.
+    `size` training samples, and a tenth as many each for validation and test.
     """
     generator = torch.Generator().manual_seed(42)
 
@@ -107,7 +111,7 @@ def synthetic(size: int = 10_000, image_shape: tuple[int, int, int] = (1, 28, 28
     return Splits(part(size), part(size // 10), part(size // 10), tuple(str(c) for c in range(num_classes)))
 
 
-IMAGE_DATASETS = {  # each of them takes the folder for downloads
+IMAGE_DATASETS = {  # each takes the download folder
     "digits": lambda data_dir: digits(),
     "mnist": partial(torchvision_images, "mnist"),
     "fashion_mnist": partial(torchvision_images, "fashion_mnist"),
@@ -116,19 +120,19 @@ IMAGE_DATASETS = {  # each of them takes the folder for downloads
 
 
 def load(name: str, data_dir: str | Path = "data") -> Splits:
-    """The image data set called `name`. Raises ValueError for a name that is not in IMAGE_DATASETS."""
+    """Return the image data set called `name`. Raises ValueError if IMAGE_DATASETS has no such name."""
     if name not in IMAGE_DATASETS:
         raise ValueError(f"unknown data set {name!r}; use one of {', '.join(IMAGE_DATASETS)}")
     return IMAGE_DATASETS[name](data_dir)
 
 
 def text(context: int, file: str | Path | None = None, num_windows: int = 1280) -> Splits:
-    """Windows of bytes to predict the next byte: three sets of (int64 inputs (context,), int64 targets (context,)).
+    """Return windows of bytes for next-byte prediction: (int64 inputs (context,), int64 targets (context,)).
 
-    The corpus is the source of Python's own standard library (no download), or the text file `file`; its first 90 %
-    are for training, 5 % each for validation and test. An epoch is `num_windows` windows, and a fifth of that for each
-    of the others, at places drawn by a fixed seed. Raises ValueError for a file that is too short, OSError if it cannot
-    be read.
+    The corpus is the source code of Python's standard library, or the text file `file`. Its first 90 % are for
+    training, and 5 % each for validation and test. The training set has `num_windows` windows, and the other two have a
+    fifth as many each. A fixed seed chooses where the windows start. Raises ValueError if the file is too short, and
+    OSError if it cannot be read.
     """
     if file is None:
         folder = Path(sysconfig.get_path("stdlib"))

@@ -1,4 +1,7 @@
-"""Process groups without repetition: joining one, seeding, global sums, and errors that every rank sees."""
+"""Join process groups, seed generators, sum over ranks, and raise errors on every rank.
+
+Every rank must call a function that is marked "Collective".
+"""
 
 import atexit
 import gc
@@ -19,16 +22,16 @@ from shared.errors import StorageError, UsageError
 from shared.rendezvous import choose_gloo_interface, name_this_attempt
 
 FROM_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# How many processes other launchers have started: Slurm's srun, Open MPI, and Hydra (MPICH, Intel MPI).
+# The number of processes that other launchers have started: Slurm's srun, Open MPI, Hydra (MPICH, Intel MPI).
 FROM_LAUNCHERS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
-MAX_WAIT = timedelta(hours=12)  # for what a rank reads, copies or downloads before the others can continue
+MAX_WAIT = timedelta(hours=12)  # while one rank reads, copies or downloads, and the others wait
 
 
 @dataclass(frozen=True)
 class Worker:
-    """Who this process is: its rank among `world_size`, its rank on this node, and the device it computes on.
+    """Who this process is: its rank among `world_size`, its rank on this node, and its device.
 
-    label: what its lines begin with, in place of the rank.
+    label: replaces the rank at the beginning of its log lines.
     """
 
     rank: int = 0
@@ -38,23 +41,26 @@ class Worker:
     label: str | None = None
 
     def log(self, message: str) -> None:
-        """Print one line that says which process it is from."""
-        # The line's end is part of the string: one write, so that two ranks' lines cannot run into each other.
+        """Print one line that says which process it comes from."""
+        # The newline is part of the string: a single write keeps the lines of two ranks apart.
         print(f"[{self.label or f'rank {self.rank}/{self.world_size}'}] {message}\n", end="", flush=True)
 
 
 def rank_from_environment() -> int:
-    """The RANK that torchrun has set for this process; 0 under plain `python`, and where it did not set all variables.
+    """Return the RANK that torchrun has set for this process, or 0 if torchrun did not start it.
 
-    Such a process is on its own: it has to speak for itself, though `join` will refuse it.
+    Rank 0 is also the answer if some of torchrun's variables are missing. Such a process has to report its own error,
+    because `join` will refuse it.
     """
     rank = os.environ.get("RANK", "0")
     return int(rank) if rank.isdigit() and all(name in os.environ for name in FROM_TORCHRUN) else 0
 
 
 def check_environment() -> None:
-    """Raises UsageError if the environment describes half a process group, or if a launcher has started many processes
-    and told them nothing of each other.
+    """Raise UsageError if the environment does not describe a complete process group.
+
+    That is the case if some of torchrun's variables are missing or wrong, and if a launcher such as srun has started
+    many processes without connecting them.
     """
     numbers = {name: os.environ[name] for name in FROM_TORCHRUN if name in os.environ and name != "MASTER_ADDR"}
     for name, value in numbers.items():
@@ -62,12 +68,14 @@ def check_environment() -> None:
             raise UsageError(f"{name}={value} is not a whole number: start with torchrun, or unset {name}")
     if "RANK" in numbers:
         if missing := [name for name in FROM_TORCHRUN if name not in os.environ]:
-            raise UsageError(f"RANK is set, and {', '.join(missing)} not: start with torchrun, or unset RANK")
+            raise UsageError(f"RANK is set without {', '.join(missing)}: start with torchrun, or unset RANK")
         for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):
             if int(numbers[rank]) >= int(numbers[size]):
                 raise UsageError(f"{rank}={numbers[rank]} is too large for {size}={numbers[size]}: start with torchrun")
     elif int(numbers.get("WORLD_SIZE", 1)) > 1:
-        raise UsageError(f"WORLD_SIZE={numbers['WORLD_SIZE']} and no RANK: start with torchrun, or unset WORLD_SIZE")
+        raise UsageError(
+            f"WORLD_SIZE={numbers['WORLD_SIZE']} is set without RANK: start with torchrun, or unset WORLD_SIZE"
+        )
     else:
         for name in FROM_LAUNCHERS:
             if os.environ.get(name, "1").isdigit() and int(os.environ.get(name, "1")) > 1:
@@ -81,9 +89,9 @@ def check_environment() -> None:
 def join(timeout_s: float = 600) -> Worker:
     """Join the process group that torchrun describes in the environment: nccl on GPUs, gloo on CPUs.
 
-    Under plain `python` there is no group and the worker is rank 0 of 1. A collective that a rank does not reach
-    within `timeout_s` seconds raises on the others. Raises UsageError where a node has more processes than GPUs, and
-    as `check_environment` does.
+    Under plain `python` there is no group, and the worker is rank 0 of 1. If a rank does not reach a collective within
+    `timeout_s` seconds, the collective raises on the others. Raises UsageError if a node has more processes than GPUs,
+    or if `check_environment` raises it.
     """
     check_environment()
     if "RANK" not in os.environ:
@@ -107,10 +115,10 @@ def join(timeout_s: float = 600) -> Worker:
         rank=rank,
         world_size=world_size,
         timeout=timedelta(seconds=timeout_s),
-        # Binding the device makes NCCL connect now, so that a wrong network shows here and not in the first step.
+        # Binding the device makes NCCL connect now, so a network problem shows here and not in the first step.
         device_id=device if device.type == "cuda" else None,
     )
-    # A rank that leaves while another one is still connecting would break that one's start.
+    # A rank that leaves while another is still connecting would break the other's start.
     dist.barrier()
     return Worker(rank, local_rank, world_size, device)
 
@@ -120,15 +128,15 @@ def join_alone(device: torch.device) -> None:
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed asks for it
+        os.environ.setdefault("LOCAL_RANK", "0")  # DeepSpeed reads it
 
 
 def leave() -> None:
-    """Leave the process group, if there is one: the last call of a script.
+    """Leave the process group, if there is one. Call it last in a script.
 
-    Where a DistributedDataParallel is alive while Python takes its modules apart, torch 2.15 with gloo now and then
-    aborts the process ("terminate called without an active exception"). So what the script's own module holds is
-    released before that, while Python still runs normally.
+    If a DistributedDataParallel is still alive while Python tears down its modules, torch 2.15 with gloo sometimes
+    aborts the process ("terminate called without an active exception"). So the objects in the script's own module are
+    released earlier, while Python still runs normally.
     """
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -136,14 +144,17 @@ def leave() -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's generators (CPU and every GPU)."""
+    """Seed the generators of Python, NumPy and torch, on the CPU and on every GPU."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def global_sum(values: torch.Tensor) -> torch.Tensor:
-    """The element-wise sum of `values` over all ranks, the same on every rank. `values` itself is not changed."""
+    """Return the element-wise sum of `values` over all ranks, the same on every rank. Collective.
+
+    `values` itself is not changed.
+    """
     total = values.detach().clone()
     if dist.is_initialized():
         dist.all_reduce(total)
@@ -151,12 +162,12 @@ def global_sum(values: torch.Tensor) -> torch.Tensor:
 
 
 def global_max(value: float) -> float:
-    """The largest `value` of all ranks, the same on every rank. Collective."""
+    """Return the largest `value` of all ranks, the same on every rank. Collective."""
     return max(gather_objects(value))
 
 
 def gather_objects(value: object) -> list:
-    """One Python object from every rank, in the order of ranks, on every rank."""
+    """Return a list with one Python object from every rank, in rank order, on every rank. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -165,7 +176,7 @@ def gather_objects(value: object) -> list:
 
 
 def from_rank_zero(value: object) -> object:
-    """Rank 0's `value`, on every rank; what the others pass is ignored."""
+    """Return rank 0's `value` on every rank; the values of the others are ignored. Collective."""
     if not dist.is_initialized():
         return value
     box = [value]
@@ -174,24 +185,27 @@ def from_rank_zero(value: object) -> object:
 
 
 def check_same(value: object, message: str) -> None:
-    """Raises UsageError with `message` on every rank, where they do not all have the same `value`. Collective."""
+    """Raise UsageError with `message` on every rank unless `value` is the same on all of them. Collective."""
     if len(set(gather_objects(value))) > 1:
         raise UsageError(message)
 
 
 def broadcast_buffers(model: torch.nn.Module) -> None:
-    """Give every rank rank 0's buffers (BatchNorm's running statistics), those that a checkpoint holds. Collective."""
+    """Copy rank 0's buffers, such as BatchNorm's running statistics, to every rank. Collective.
+
+    They are the ones that a checkpoint holds.
+    """
     if dist.is_initialized():
         for buffer in model.buffers():
             dist.broadcast(buffer, src=0)
 
 
 def wait_for_all() -> None:
-    """Wait until every rank has called this, however long one of them needs. Collective.
+    """Wait until every rank has called this, however long one of them takes. Collective.
 
-    A collective raises when a rank is late by the group's timeout, which is there to find hangs in training. Reading a
-    large checkpoint or downloading a data set may well take longer: such waiting goes through the group's key-value
-    store, and lasts until the launcher ends the processes, or for MAX_WAIT.
+    An ordinary collective raises when a rank is late by the group's timeout, which is there to find hangs in training.
+    Reading a large checkpoint or downloading a data set may well take longer. So this function waits through the
+    group's key-value store, until the launcher ends the processes, or for MAX_WAIT.
     """
     if dist.is_initialized():
         store, world_size = dist.distributed_c10d._get_default_store(), dist.get_world_size()
@@ -204,12 +218,13 @@ def wait_for_all() -> None:
 
 @contextmanager
 def fail_together() -> Iterator[None]:
-    """A ValueError or OSError that any rank meets in the block is raised on every rank, as a UsageError.
+    """Raise any rank's ValueError or OSError on every rank, as a UsageError. Collective.
 
-    If all of them are OSErrors, it is raised as StorageError.
+    It becomes a StorageError if every error is an OSError.
 
-    Without it one rank would leave while the others wait for it in the next collective. The block may take one rank
-    long (`wait_for_all`). It must not hold a collective, except for `local_first`.
+    Without this, one rank would leave while the others wait for it in the next collective. A rank may spend a long time
+    in the block, because the others wait in `wait_for_all`. The block must not contain a collective, except
+    `local_first`.
     """
     problem = None
     try:
@@ -225,7 +240,10 @@ def fail_together() -> Iterator[None]:
 
 
 def retry(action: Callable[[], object], seconds: float) -> object:
-    """Call `action` until it raises no OSError, for `seconds` at most: a mounted folder may be late on a new node."""
+    """Call `action` until it raises no OSError, for at most `seconds`, and return its result.
+
+    A new node may mount its folders late.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -238,9 +256,10 @@ def retry(action: Callable[[], object], seconds: float) -> object:
 
 @contextmanager
 def local_first(worker: Worker) -> Iterator[None]:
-    """The first process of each node runs the block before the others do: it downloads, they find the files.
+    """Let the first process of each node run the block before the others do. Collective.
 
-    Rank 0 goes before all of them: nodes may share a disk, and two that download into one file spoil it.
+    It downloads the files, and the others find them. Rank 0 goes before all of them, because nodes may share a disk,
+    and two simultaneous downloads would spoil the file.
     """
     turn = 0 if worker.rank == 0 else 1 if worker.local_rank == 0 else 2
     for _ in range(turn):
@@ -255,17 +274,17 @@ def local_first(worker: Worker) -> Iterator[None]:
 def warm_up_ddp_buckets(ddp_model: torch.nn.Module, empty_loss: Callable[[], torch.Tensor]) -> None:
     """Run one backward pass over no samples, so that DDP regroups its gradient buckets now. Collective.
 
-    DDP regroups them once, after its first backward pass, into the order in which gradients became ready, and the new
-    order changes how sums are rounded on more than two ranks. With the regrouping done beforehand, a resumed run adds
-    in the same order as one that never stopped. Weights, statistics and random generators do not change.
+    DDP regroups them once, after its first backward pass, in the order in which the gradients became ready. With more
+    than two ranks the new order changes how sums are rounded. Once the regrouping is done, a resumed run adds in the
+    same order as an uninterrupted one. Weights, statistics and random generators do not change.
 
-    empty_loss: computes the loss that `ddp_model` has on a batch of no samples.
+    empty_loss: computes the loss of `ddp_model` on a batch of no samples.
     """
     ddp_model.train()
-    for module in ddp_model.modules():  # the forward pass of training, but with dropout and BatchNorm switched off
+    for module in ddp_model.modules():  # as in training, but with dropout and BatchNorm off
         if not any(module.children()):
             module.eval()
-    with torch.backends.cudnn.flags(enabled=False):  # whose recurrent layers have no backward pass in eval mode
+    with torch.backends.cudnn.flags(enabled=False):  # cuDNN's recurrent layers have no backward pass in eval mode
         empty_loss().backward()
     ddp_model.zero_grad()
     ddp_model.train()

@@ -1,4 +1,4 @@
-"""Is this machine ready for the workshop? `python -m shared.doctor` says [OK] or [FAIL] with the fix."""
+"""Check that this machine is ready: `python -m shared.doctor` prints [OK], or [FAIL] with the fix."""
 
 import importlib
 import os
@@ -14,13 +14,13 @@ from shared import paths
 from shared.errors import UsageError
 
 REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
-CGROUP = Path("/sys/fs/cgroup")  # where Linux keeps a container's limits
+CGROUP = Path("/sys/fs/cgroup")  # holds a container's limits on Linux
 PYTHON = Path(sys.executable).name
 FIX_PACKAGES = f"{PYTHON} -m pip install -r requirements.txt"
 
 
 def wrong_packages(requirements: Path) -> list[str]:
-    """The pins of a requirements file that this environment does not meet, in words."""
+    """Return one phrase for each pin of a requirements file that this environment does not meet."""
     from packaging.requirements import Requirement
     from packaging.version import InvalidVersion, Version
 
@@ -35,23 +35,23 @@ def wrong_packages(requirements: Path) -> list[str]:
         except metadata.PackageNotFoundError:
             wrong.append(f"{pin.name} is missing")
             continue
-        except (TypeError, InvalidVersion):  # an interrupted installation: the version is None, or no version
-            wrong.append(f"{pin.name} is damaged (its metadata name no valid version)")
+        except (TypeError, InvalidVersion):  # an interrupted installation: the version is None or invalid
+            wrong.append(f"{pin.name} is damaged (its metadata names no valid version)")
             continue
-        # A local label such as +cu130 says how a release was built, not which one it is.
+        # A local label such as +cu130 says how a release was built, not which release it is.
         if not pin.specifier.contains(installed.public, prereleases=True):
             wrong.append(f"{pin.name} is {installed}, not {pin.specifier}")
     return wrong
 
 
 def cpu_name() -> str:
-    """The CPU's name as Linux gives it, or the architecture elsewhere."""
+    """Return the CPU's name on Linux, and the architecture elsewhere."""
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     return (re.findall(r"model name\s*:\s*(.+)", info) or [platform.machine()])[0].strip()
 
 
 def memory() -> tuple[int, int]:
-    """(free, total) bytes of memory that this process may use: the machine's, or a container's part of them."""
+    """Return the (free, total) bytes of memory that this process may use, within its container's limit."""
     import psutil
 
     machine = psutil.virtual_memory()
@@ -61,8 +61,8 @@ def memory() -> tuple[int, int]:
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat"),
     ):
         text = (CGROUP / limit).read_text().strip() if (CGROUP / limit).is_file() else ""
-        if text.isdigit():  # "max": no limit
-            # Files that were read long ago count as used, and make room when it is needed.
+        if text.isdigit():  # without a limit it is "max"
+            # Cached files count as used, but are dropped when memory is needed.
             cached = re.search(r"^(?:total_)?inactive_file (\d+)", (CGROUP / statistics).read_text(), re.MULTILINE)
             unused = int(text) - int((CGROUP / used).read_text()) + (int(cached[1]) if cached else 0)
             free, total = min(free, unused), min(total, int(text))
@@ -70,19 +70,19 @@ def memory() -> tuple[int, int]:
 
 
 def findings() -> Iterator[tuple[bool, str]]:
-    """Check the machine: (ok, finding with fix), one check after the other."""
+    """Check the machine, and yield (ok, finding with its fix) for each check."""
     version = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info >= (3, 11):  # noqa: UP036
         yield True, f"Python {version}"
     else:
         yield False, f"Python {version} is too old: install 3.11 or newer, then `make lab`"
 
-    # Each check imports its package itself, so that a broken one hides none of the other findings.
+    # Each check imports its own package, so that a broken one does not hide the other findings.
     checks = {"packaging": check_packages, "joblib": check_cpus, "psutil": check_memory, "torch": check_gpus}
     for name, check_with_package in checks.items():
         try:
             importlib.import_module(name)
-        except Exception as error:  # missing, or it lacks a library: OSError, RuntimeError
+        except Exception as error:  # ImportError; OSError or RuntimeError if the package lacks a library
             reason = str(error).partition("\n")[0]
             fix = f"`{PYTHON} -m pip uninstall -y {name}`, then `{FIX_PACKAGES}` in the workshop's folder"
             yield False, f"{name} cannot be imported ({reason}). Run {fix}"
@@ -123,7 +123,7 @@ def check_cpus() -> Iterator[tuple[bool, str]]:
 
 
 def check_memory() -> Iterator[tuple[bool, str]]:
-    """Ask for the free memory."""
+    """Check that enough memory is free."""
     available, total = memory()
     amount = f"{available / 2**30:.1f} of {total / 2**30:.1f} GiB memory free"
     if available >= 3 * 2**30:
@@ -133,11 +133,11 @@ def check_memory() -> Iterator[tuple[bool, str]]:
 
 
 def check_gpus() -> Iterator[tuple[bool, str]]:
-    """Name each GPU, if PyTorch sees any."""
+    """Yield one finding for each GPU that PyTorch sees."""
     import torch
 
     if not torch.cuda.is_available():
-        yield True, "no GPU: the lessons use the CPU, and the same code uses GPUs where there are any"
+        yield True, "no GPU: the lessons use the CPU, and the same code uses GPUs if there are any"
     for index in range(torch.cuda.device_count()):
         try:
             properties = torch.cuda.get_device_properties(index)
@@ -150,10 +150,10 @@ def check_gpus() -> Iterator[tuple[bool, str]]:
 
 
 def check() -> bool:
-    """Print every finding; return whether all checks passed.
+    """Print every finding, and return whether all checks passed.
 
-    Also puts this environment's programs first on PATH, so that `torchrun` in a notebook's %%bash cell is the one that
-    belongs to the notebook's kernel.
+    Also puts this environment's programs first on PATH, so that `torchrun` in a notebook's %%bash cell belongs to the
+    notebook's kernel.
     """
     programs = str(Path(sys.executable).parent)
     if os.environ["PATH"].split(os.pathsep)[0] != programs:

@@ -1,8 +1,9 @@
-"""One writer per run: a lease, a small file in the run's folder that its writer renews every ten seconds.
+"""Allow one writer per run, by a lease: a small file in the run's folder that its writer renews every ten seconds.
 
 Two processes that continue the same run would overwrite and delete each other's checkpoints. So the process that opens
-a run writes its token into the file, and renews the file until it has finished. Whoever saves checks the token first.
-The store may be a cloud's, where no file can be created atomically: a process that takes over a lease reads it back.
+a run writes its token into the file, and renews the file until it has finished. Every save checks the token first. The
+storage may be a cloud's, where no file can be created atomically. So a process that takes over a lease reads the file
+back.
 """
 
 import contextlib
@@ -21,11 +22,11 @@ from shared.distributed import Worker
 
 NAME = ".writer.json"
 RENEW_S, EXPIRY_S = 10, 60
-held: "Lease | None" = None  # by this process
+held: "Lease | None" = None  # the lease that this process holds
 
 
 class Run(Protocol):
-    """What a lease uses of a `shared.runs.Run`: its token, and small files in its folder, wherever that is."""
+    """The part of `shared.runs.Run` that a lease uses: a token, and small files in the run's folder."""
 
     folder: object
     token: str
@@ -37,7 +38,7 @@ class Run(Protocol):
 
 
 class Lease:
-    """This process's right to write to a run, renewed by a thread until `release`."""
+    """This process's right to write to a run. A thread renews it until `release`."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.ended = run, threading.Event()
@@ -49,26 +50,32 @@ class Lease:
     def renew(self) -> None:
         """Write the file again every RENEW_S seconds, unless a different process has taken over."""
         while not self.ended.wait(RENEW_S):
-            with contextlib.suppress(Exception):  # storage that is away may be back the next time
+            with contextlib.suppress(Exception):  # the storage may be reachable again the next time
                 if not taken_over_by(self.run):
                     self.run.write_file(NAME, self.text)
 
 
 def pid_namespace() -> str:
-    """Which processes this one can see: the number of its namespace of processes, or "" if there are none (macOS)."""
+    """Return the number of this process's PID namespace, or "" if there is none, as on macOS.
+
+    Processes can see each other only within a namespace.
+    """
     link = Path("/proc/self/ns/pid")
     return str(link.stat().st_ino) if link.exists() else ""
 
 
 def start_time(pid: int) -> float:
-    """When a process started: a number that stays the same when the clock is set. Raises psutil.NoSuchProcess."""
+    """Return when a process started, as a number that stays the same when the clock is set.
+
+    Raises psutil.NoSuchProcess.
+    """
     process = psutil.Process(pid)
-    stat = Path(f"/proc/{pid}/stat")  # the 22nd field: clock ticks since the machine was booted
+    stat = Path(f"/proc/{pid}/stat")  # its 22nd field is in clock ticks since boot
     return float(stat.read_text().rpartition(")")[2].split()[19]) if stat.exists() else process.create_time()
 
 
 def this_process() -> dict:
-    """Who this process is: host and process number, and what tells whether it is visible from a different one."""
+    """Return this process's host and process ID, and what shows whether another process can see it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return {
         "host": socket.gethostname(), "boot": boot.read_text().strip() if boot.exists() else str(uuid.getnode()),
@@ -77,13 +84,13 @@ def this_process() -> dict:
 
 
 def is_visible(holder: dict) -> bool:
-    """Whether the holder is or was a process that can be seen from here: on this host, in the same container."""
+    """Return whether the holder's process can be seen from here: on this host, in the same container."""
     here = this_process()
     return all(holder.get(name) == here[name] for name in ("host", "boot", "pid_namespace"))
 
 
 def is_running(holder: dict) -> bool:
-    """Whether a visible holder is still running."""
+    """Return whether a visible holder is still running."""
     with contextlib.suppress(psutil.NoSuchProcess, FileNotFoundError):
         same = start_time(holder["pid"]) == holder["started"]
         return same and psutil.Process(holder["pid"]).status() != psutil.STATUS_ZOMBIE
@@ -91,20 +98,23 @@ def is_running(holder: dict) -> bool:
 
 
 def read_holder(run: Run) -> tuple[dict, float] | None:
-    """(what the lease says of its holder, when it was renewed, by the store's clock); None if nobody holds it."""
+    """Return (holder, time of the last renewal by the store's clock), or None if nobody holds the lease.
+
+    The holder is empty while the file is being written.
+    """
     if (entry := run.read_file(NAME)) is None:
         return None
     with contextlib.suppress(ValueError):
         return json.loads(entry[0]), entry[1]
-    return {}, entry[1]  # it is being written
+    return {}, entry[1]  # the file is being written
 
 
 def acquire(run: Run, worker: Worker) -> None:
     """Take the lease of a run, and renew it from now on. Raises ValueError if its holder is alive.
 
-    Earlier attempts of the same job, which have the same token, and this very process make room. So does a process of
-    this host that has ended. Of a different host only the file tells whether its process is alive: it is taken for dead
-    when the file is EXPIRY_S seconds old.
+    Three kinds of holder do not count: this process itself, an earlier attempt of the same job, which has the same
+    token, and a process of this host that has ended. If the holder is on a different host, only the file shows whether
+    it is alive. It counts as dead once the file is EXPIRY_S seconds old.
     """
     global held
     release()
@@ -120,7 +130,7 @@ def acquire(run: Run, worker: Worker) -> None:
             raise ValueError(in_use)
         if first_seen is not None and renewed > first_seen:
             raise ValueError(in_use)
-        age = max(store_time(run) - renewed, time.monotonic() - started)  # the file may even be of the future
+        age = max(store_time(run) - renewed, time.monotonic() - started)  # the file may carry a later time than now
         if age >= EXPIRY_S:
             break
         if first_seen is None:
@@ -130,7 +140,7 @@ def acquire(run: Run, worker: Worker) -> None:
             )
         time.sleep(2)
     lease = Lease(run)
-    # A different process may have come at the same moment: the last one has the lease.
+    # A different process may have written at the same moment: the last one to write has the lease.
     time.sleep(0.1 if entry is None or entry[0].get("token") == run.token else 1)
     check(run)
     held = lease
@@ -138,7 +148,7 @@ def acquire(run: Run, worker: Worker) -> None:
 
 
 def store_time(run: Run) -> float:
-    """What time it is by the store's clock, in seconds."""
+    """Return the time in seconds, by the storage's clock."""
     name = f".clock-{run.token}"
     run.write_file(name, "")
     _, now = run.read_file(name)
@@ -147,7 +157,7 @@ def store_time(run: Run) -> float:
 
 
 def taken_over_by(run: Run) -> str | None:
-    """Who has taken over a run whose lease was acquired; None if nobody has."""
+    """Return who has taken over a run whose lease was acquired, or None if nobody has."""
     entry = read_holder(run)
     if entry is None:
         return "a different process, which has finished" if run.is_leased else None
@@ -155,24 +165,24 @@ def taken_over_by(run: Run) -> str | None:
 
 
 def describe(holder: dict) -> str:
-    """The holder in words."""
+    """Return a phrase that names the holder."""
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
 def check(run: Run) -> None:
-    """Raises ValueError if a different process has taken over the run. Call it before each save."""
+    """Raise ValueError if a different process has taken over the run. Call it before each save."""
     if other := taken_over_by(run):
         raise ValueError(f"not saved: {run.folder} has been taken over by {other}")
 
 
 def release() -> None:
-    """Give back the lease that this process holds, if any: the run can be continued from now on."""
+    """Give back the lease that this process holds, if any, so that the run can be continued."""
     global held
     lease, held = held, None
     if lease is not None:
         lease.ended.set()
-        lease.thread.join(timeout=5)  # or it might write the file again
-        with contextlib.suppress(Exception):  # storage that is away: the lease ends when this process does
-            if lease.run.read_file(NAME)[0] == lease.text:  # not that of a later attempt of the same job
+        lease.thread.join(timeout=5)  # otherwise it might write the file again
+        with contextlib.suppress(Exception):  # if the storage is unreachable, the lease ends with this process
+            if lease.run.read_file(NAME)[0] == lease.text:  # it may belong to a later attempt of the same job
                 lease.run.delete_file(NAME)
         lease.run.is_leased = False

@@ -1,4 +1,4 @@
-"""Memory, predicted and measured: the bytes that a rank keeps between steps, and the most that it needs in one."""
+"""Predict and measure memory: the bytes that a rank keeps between steps, and its peak within a step."""
 
 from collections.abc import Iterable
 
@@ -10,7 +10,10 @@ from torch.optim import Optimizer
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the distinct storages behind `tensors`: of a DTensor this rank's shard, and each view once."""
+    """Return the bytes of the distinct storages behind `tensors`.
+
+    A DTensor counts with this rank's shard. Views of one storage count once.
+    """
     storages = {}
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -19,7 +22,10 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def state_tensors(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
-    """What this rank keeps from step to step: parameters, gradients (as long as they are there), Adam's moments."""
+    """Return the tensors that this rank keeps from step to step.
+
+    These are the parameters, their gradients if there are any, and Adam's moments.
+    """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     kept = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
@@ -27,25 +33,26 @@ def state_tensors(model: nn.Module, optimizer: Optimizer) -> list[torch.Tensor]:
 
 
 def state_bytes(model: nn.Module, optimizer: Optimizer) -> int:
-    """Bytes of the `state_tensors`.
+    """Return the bytes of the `state_tensors`.
 
-    Counted on storages, never by the process's RSS: that also holds Python, torch and whatever the allocator keeps.
+    They are counted on storages and never by the process's RSS, which also includes Python, torch and the allocator's
+    reserve.
     """
     return storage_bytes(state_tensors(model, optimizer))
 
 
 class PeakMemory:
-    """The most bytes that tensors take on `device` between `start` and `stop`, those that were there before included.
+    """The peak bytes of all tensors on `device` between `start` and `stop`, including tensors made before.
 
-    On a GPU by torch's caching allocator; on a CPU by torch's MemTracker, which sees every operation and so takes time.
-    Buffers that gloo or NCCL allocate for themselves are in no tensor, and not counted.
+    On a GPU, torch's caching allocator counts them. On a CPU it is torch's MemTracker, which sees every operation and
+    is slow. Buffers that gloo or NCCL allocate for themselves belong to no tensor and are not counted.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def start(self, *known: nn.Module | Optimizer | torch.Tensor) -> None:
-        """Watch from now on. known: what was there before, and counts."""
+        """Start measuring. known: objects that exist already and whose bytes count."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
@@ -54,17 +61,17 @@ class PeakMemory:
             self.tracker.__enter__()
 
     def stop(self) -> int:
-        """The highest number of bytes since `start`."""
+        """Return the highest number of bytes since `start`."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         self.tracker.__exit__(None, None, None)
         return self.tracker.get_tracker_snapshot("peak")[self.device]["Total"]
 
 
-# Bytes a parameter: those that every rank keeps, and those that N ranks share out, with AdamW and before the step.
-# float32: 4 for the weight, 4 for its gradient, 8 for Adam's moments. DeepSpeed keeps a float32 master copy beside the
-# weights in float32 too, and with mixed precision it is the only float32 copy (Rajbhandari et al. 2020,
-# arXiv:1910.02054, section 3.1: 2 + 2 + 12). FSDP2's bf16 policy keeps float32 shards, and casts what it gathers.
+# (bytes per parameter on every rank, bytes per parameter divided among the N ranks), with AdamW and before the step.
+# In float32 a weight takes 4, its gradient 4 and Adam's moments 8. DeepSpeed's ZeRO adds a float32 master copy even
+# then. With mixed precision the master copy is the only float32 copy (Rajbhandari et al. 2020, arXiv:1910.02054,
+# section 3.1: 2 + 2 + 12). FSDP2's bf16 policy keeps float32 shards and casts the weights that it gathers.
 STATE_BYTES = {
     ("ddp", "fp32"): (16, 0),
     ("fsdp2", "fp32"): (0, 16),
@@ -82,6 +89,9 @@ STATE_BYTES = {
 
 
 def predicted_state_bytes(strategy: str, precision: str, num_parameters: int, world_size: int) -> float:
-    """What `state_bytes` of one of `world_size` ranks will be: by STATE_BYTES, the formula of the library itself."""
+    """Return the predicted `state_bytes` of one of `world_size` ranks.
+
+    The formulas in STATE_BYTES are those of the libraries themselves.
+    """
     every, shared = STATE_BYTES[strategy, precision]
     return num_parameters * (every + shared / world_size)

@@ -1,4 +1,4 @@
-"""The models of the workshop: torchvision's ResNets for small images, a plain MLP, and a GPT of any size."""
+"""Build the workshop's models: torchvision's ResNets for small images, a plain MLP, and a GPT of any size."""
 
 import math
 import zlib
@@ -14,17 +14,17 @@ from torch.utils.checkpoint import checkpoint
 
 
 def resnet18(in_channels: int = 1, num_classes: int = 10, norm: str = "group") -> nn.Module:
-    """torchvision's ResNet-18 with a stem for small images, (batch, in_channels, H, W) -> (batch, num_classes).
+    """Return torchvision's ResNet-18 for small images, (batch, in_channels, H, W) -> (batch, num_classes).
 
-    The first layer is 3x3 with stride 1 and there is no max-pooling, as He et al. (2015, arXiv:1512.03385, section 4.2)
-    do for CIFAR: an 8x8 digit would be a single pixel after the ImageNet stem.
+    The first layer is 3x3 with stride 1, and there is no max-pooling, as for CIFAR in He et al. (2015,
+    arXiv:1512.03385, section 4.2). After the ImageNet stem an 8x8 digit would be a single pixel.
 
-    norm: "group" (GroupNorm with 32 groups: a sample's output does not depend on its batch) or "batch" (BatchNorm:
-    it does, so no data-parallel run equals a run on one process). Raises ValueError for any other.
+    norm: "group" is GroupNorm with 32 groups, where a sample's output does not depend on its batch. With "batch",
+    BatchNorm, it does, so no data-parallel run equals a run on one process. Raises ValueError for any other value.
     """
-    from torchvision.models import resnet18 as torchvision_resnet18  # takes longer to import than the rest together
+    from torchvision.models import resnet18 as torchvision_resnet18  # slower to import than all the rest
 
-    # A partial rather than a lambda: the model can be pickled, as Ray does.
+    # A partial can be pickled, which Ray needs; a lambda cannot.
     layers = {"group": partial(nn.GroupNorm, 32), "batch": nn.BatchNorm2d}
     if norm not in layers:
         raise ValueError(f"unknown norm {norm!r}; use one of {', '.join(layers)}")
@@ -32,17 +32,18 @@ def resnet18(in_channels: int = 1, num_classes: int = 10, norm: str = "group") -
 
 
 def for_small_images(resnet: nn.Module, in_channels: int) -> nn.Module:
-    """Give a ResNet of torchvision a first layer of 3x3 with stride 1, without max-pooling. Returns it."""
+    """Give a torchvision ResNet a first layer of 3x3 with stride 1, remove its max-pooling, and return it."""
     resnet.conv1 = nn.Conv2d(in_channels, 64, kernel_size=3, stride=1, padding=1, bias=False)
     resnet.maxpool = nn.Identity()
     return resnet
 
 
 def resnet8(in_channels: int = 1, num_classes: int = 10) -> nn.Module:
-    """A smaller `resnet18` with GroupNorm, (batch, in_channels, H, W) -> (batch, num_classes): for fast proofs.
+    """Return a smaller `resnet18` with GroupNorm, (batch, in_channels, H, W) -> (batch, num_classes).
 
-    Its first three stages with one block each, as deep as He et al.'s smallest network for CIFAR: 1.2 M parameters
-    instead of 11.2 M. Their gradients still fill two of DDP's buckets, so the order of buckets still matters.
+    It makes proofs fast. It has the first three stages with one block each, as deep as He et al.'s smallest network for
+    CIFAR, and 1.2 M parameters instead of 11.2 M. Their gradients still fill two of DDP's buckets, so the order of the
+    buckets still matters.
     """
     from torchvision.models.resnet import BasicBlock, ResNet
 
@@ -53,7 +54,7 @@ def resnet8(in_channels: int = 1, num_classes: int = 10) -> nn.Module:
 
 
 class MLP(nn.Module):
-    """Three linear layers with dropout: (batch, ...) of `input_dim` values a sample -> (batch, num_classes)."""
+    """Three linear layers with dropout: (batch, ...) with `input_dim` values per sample -> (batch, num_classes)."""
 
     def __init__(self, input_dim: int = 784, hidden_dim: int = 512, num_classes: int = 10, dropout: float = 0.2):
         super().__init__()
@@ -81,9 +82,9 @@ IMAGE_MODELS = {  # each takes (channels, height, width) and the number of class
 
 
 def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> nn.Module:
-    """The image model called `name` for images of shape (channels, height, width).
+    """Return the image model called `name` for images of shape (channels, height, width).
 
-    Raises ValueError for a name that is not in IMAGE_MODELS.
+    Raises ValueError if IMAGE_MODELS has no such name.
     """
     if name not in IMAGE_MODELS:
         raise ValueError(f"unknown model {name!r}; use one of {', '.join(IMAGE_MODELS)}")
@@ -92,7 +93,7 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int) -> nn.
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT: layers, attention heads, width, the context in tokens, and how many tokens there are."""
+    """The sizes of a GPT: layers, attention heads, width, context length in tokens, and vocabulary size."""
 
     num_layers: int
     num_heads: int
@@ -101,7 +102,7 @@ class GPTConfig:
     vocab_size: int = 256  # bytes
 
 
-# From 124m on the widths and depths of GPT-2 and GPT-3; a vocabulary of 256 bytes makes ours somewhat smaller.
+# From 124m on, widths and depths are those of GPT-2 and GPT-3. The vocabulary of 256 bytes makes ours a bit smaller.
 GPT_PRESETS = {
     "nano": GPTConfig(num_layers=5, num_heads=4, dim=128, context=64),  # 1 M parameters: for CPUs
     "micro": GPTConfig(num_layers=8, num_heads=8, dim=256, context=128),  # 6 M
@@ -114,7 +115,7 @@ GPT_PRESETS = {
 
 
 class Block(nn.Module):
-    """One layer of a GPT, (batch, tokens, dim) -> the same shape: attention to the past, then an MLP."""
+    """One layer of a GPT: causal self-attention, then an MLP. It maps (batch, tokens, dim) to the same shape."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -134,10 +135,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A GPT over bytes: tokens (batch, T <= context) of int64 -> logits (batch, T, vocab_size).
+    """A GPT over bytes: int64 tokens (batch, T <= context) -> logits (batch, T, vocab_size).
 
-    GPT-2's layers (Radford et al. 2019) without biases and dropout: no random number is drawn after the start.
-    Its parameters are for `init_weights` to set: torch would draw them, for layers it cannot hold whole, differently.
+    It has GPT-2's layers (Radford et al. 2019) without biases and without dropout, so training draws no random numbers.
+    Call `init_weights` to set its parameters. torch's own initialization would draw different numbers for layers of
+    which a rank holds only a slice.
     """
 
     def __init__(self, config: GPTConfig, activation_checkpointing: bool = False):
@@ -152,16 +154,16 @@ class GPT(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            # A checkpointed block keeps only its input, and is computed once more in the backward pass.
+            # A checkpointed block keeps only its input and is computed again in the backward pass.
             x = checkpoint(block, x, use_reentrant=False) if self.activation_checkpointing else block(x)
         return self.head(self.norm(x))
 
 
 def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
-    """The float32 start value of a GPT's parameter: it depends on its name, its shape and the seed alone.
+    """Return the float32 start value of a GPT's parameter, which depends only on name, shape and seed.
 
-    Normal with deviation 0.02, as GPT-2; a norm's weight is 1 and its bias 0. So each parameter can be made by itself,
-    and N ranks that each keep a slice start from the weights that one process starts from.
+    It is normal with standard deviation 0.02, as in GPT-2. A norm's weight is 1, and its bias 0. So each parameter can
+    be made independently, and N ranks that each keep a slice start from the same weights as one process.
     """
     if "norm" in name:
         return torch.full(shape, float(name.endswith("weight")))
@@ -173,11 +175,12 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 def init_weights(
     model: GPT, seed: int, gathered: Callable[[nn.Parameter], AbstractContextManager] = nullcontext
 ) -> None:
-    """Set every parameter to its `initial_value`: of DTensors each rank its own slice, without communication.
+    """Set every parameter to its `initial_value`.
 
-    gathered: makes a parameter whole for a while, as DeepSpeed's `GatheredParameters` does.
+    For a DTensor each rank sets its own slice, without communication.
+    gathered: a context manager that gathers a whole parameter, such as DeepSpeed's `GatheredParameters`.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor  # half a second, for those who need it
+    from torch.distributed.tensor import DTensor, distribute_tensor  # takes half a second to import
 
     for name, parameter in model.named_parameters():
         with gathered(parameter):

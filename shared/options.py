@@ -1,4 +1,4 @@
-"""The options that all training scripts share: the same names, defaults and meaning."""
+"""Define the options of all training scripts, with the same names, defaults and meaning."""
 
 import argparse
 import contextlib
@@ -22,7 +22,7 @@ PRECISIONS = {
 
 
 class Options(argparse.Namespace):
-    """What a command line asks for, frozen: nothing is added or changed after parsing."""
+    """The parsed options, frozen: nothing is added or changed after parsing."""
 
     def __init__(self, **values: object) -> None:
         vars(self).update(values)
@@ -32,16 +32,16 @@ class Options(argparse.Namespace):
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are UsageErrors, whose help rank 0 alone prints, and whose options are frozen.
+    """An ArgumentParser that raises UsageError, prints its help on rank 0 only, and freezes the options.
 
-    completions: functions of the parsed options, called before these are frozen. They fill in defaults that depend on
-    other options, and raise UsageError for options that contradict each other.
+    completions: functions that are called with the parsed options before these are frozen. They fill in defaults that
+    depend on other options, and raise UsageError for options that contradict each other.
     """
 
     def __init__(self, description: str) -> None:
         super().__init__(
             description=description, formatter_class=argparse.RawDescriptionHelpFormatter,
-            conflict_handler="resolve",  # an option that is added again replaces the first one
+            conflict_handler="resolve",  # an option that is added again replaces the earlier one
         )  # fmt: skip
         self.completions: list[Callable[[argparse.Namespace], None]] = []
 
@@ -60,7 +60,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def checked(convert: Callable, is_valid: Callable[[object], bool], meaning: str) -> Callable[[str], object]:
-    """An option's type: `convert` reads it, `is_valid` judges the value, `meaning` says what is expected."""
+    """Return an argparse type: `convert` reads the text, and `is_valid` accepts or rejects the value.
+
+    meaning: completes the error message "... is not ...".
+    """
 
     def read(text: str) -> object:
         with contextlib.suppress(ValueError):
@@ -84,10 +87,11 @@ def training_parser(
     description: str, tasks: Sequence[type[Task]], models: Sequence[str] = (),
     precisions: Mapping[str, str] = PRECISIONS,
 ) -> Parser:  # fmt: skip
-    """The options that all training scripts share; a script adds its own.
+    """Return a parser with the options of all training scripts; a script adds its own.
 
-    tasks: those that the script serves; the default data set is the first of the first. models: only these of the
-    tasks' models. precisions: the choices for --precision, each with its meaning.
+    tasks: those that the script serves. The default data set is the first one of the first task.
+    models: the models that the script serves, by default all of the tasks' models.
+    precisions: the choices for --precision, each with its meaning.
     """
     datasets = [name for task in tasks for name in task.dataset_names]
     models = models or [name for task in tasks for name in task.model_names]
@@ -97,7 +101,7 @@ def training_parser(
     add("--epochs", type=positive_int, default=5, help="passes over the training set (default: %(default)s)")
     add("--max-steps", type=positive_int, help="stop after this many optimizer steps in all (default: no limit)")
     add("--save-every-steps", type=positive_int, metavar="STEPS",
-        help="also save inside an epoch, every STEPS optimizer steps (default: at its end)")  # fmt: skip
+        help="also save inside an epoch, every STEPS optimizer steps (default: only at its end)")  # fmt: skip
     add("--batch-size", type=positive_int, default=64,
         help="GLOBAL batch: samples per optimizer step, over all ranks (default: %(default)s)")  # fmt: skip
     add("--lr", type=positive_float, default=1e-3,
@@ -108,7 +112,7 @@ def training_parser(
     add("--dataset", choices=datasets, default=datasets[0], help="default: %(default)s, which needs no download")
     add("--model", choices=models,
         help=f"default: {', '.join(f'{task.model_names[0]} for {task.name}' for task in tasks)}")  # fmt: skip
-    # Ray moves its workers to folders of their own: a relative path must be made absolute here.
+    # Ray's workers run in folders of their own, so a relative path must be made absolute here.
     add("--data-dir", type=local_path, default="data", help="where data sets are downloaded to (default: ./data)")
     meanings = "; ".join(f"{name}: {meaning}" for name, meaning in precisions.items())
     add("--precision", choices=tuple(precisions), default="fp32", help=f"{meanings} (default: %(default)s)")
@@ -118,14 +122,17 @@ def training_parser(
         help="the run's folder under --storage-path (default: a new one, with the time in its name)")  # fmt: skip
     add("--resume", action="store_true", help="continue from the newest readable checkpoint of --run-name")
     add("--metrics-out", type=local_path, metavar="FILE", help="write one JSON line per epoch to FILE")
-    add("--quiet", action="store_true", help="print no line every few seconds while an epoch is running")
+    add("--quiet", action="store_true", help="print no progress lines while an epoch is running")
     for task in tasks:
         task.add_options(parser)
     return parser
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Raises ValueError for bf16 on a GPU without bf16 units, where it would be emulated, and for fp16 on a CPU."""
+    """Raise ValueError if the device cannot compute in this precision.
+
+    fp16 needs a GPU. bf16 on a GPU needs bf16 units, because it would be emulated without them.
+    """
     if precision == "fp16" and device.type == "cpu":
         raise ValueError("--precision fp16 needs a GPU; on a CPU use fp32 or bf16")
     if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):

@@ -1,4 +1,4 @@
-"""The figures of the lessons: small functions with one look."""
+"""Draw the figures of the lessons, with small functions that share one look."""
 
 from collections.abc import Mapping, Sequence
 
@@ -12,7 +12,7 @@ COLORS = ("#3465a4", "#d9730d", "#2e7d5b", "#8e4b9e", "#b3312c", "#6b6b6b")
 
 
 def new_axes(title: str, xlabel: str = "", ylabel: str = "", size: tuple[float, float] = (7, 3.2)) -> Axes:
-    """An empty figure of `size` inches with one set of axes in the workshop's look."""
+    """Return the axes of an empty figure of `size` inches, in the workshop's look."""
     _, axes = plt.subplots(figsize=size, layout="constrained")
     axes.set_title(title, loc="left", fontsize=11)
     axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -23,7 +23,10 @@ def new_axes(title: str, xlabel: str = "", ylabel: str = "", size: tuple[float, 
 
 
 def curves(series: Mapping[str, Sequence[float]], title: str, xlabel: str, ylabel: str, log: bool = False) -> Axes:
-    """One line per entry of `series`, over 1, 2, 3 ...; later lines are dashed, so that equal ones stay visible."""
+    """Draw one line per entry of `series`, over 1, 2, 3 and so on.
+
+    Later lines are dashed, so that equal lines stay visible.
+    """
     axes = new_axes(title, xlabel, ylabel)
     for number, (label, values) in enumerate(series.items()):
         style = "-" if number == 0 else (0, (2 + 2 * number, 2))
@@ -37,7 +40,7 @@ def curves(series: Mapping[str, Sequence[float]], title: str, xlabel: str, ylabe
 
 
 def bars(values: Mapping[str, float], title: str, fmt: str = "{:.2f}") -> Axes:
-    """One horizontal bar per entry of `values`, with its number beside it."""
+    """Draw one horizontal bar per entry of `values`, labelled with its number."""
     axes = new_axes(title, size=(7, 0.5 + 0.42 * len(values)))
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)
@@ -50,7 +53,7 @@ def bars(values: Mapping[str, float], title: str, fmt: str = "{:.2f}") -> Axes:
 
 
 def images(pictures: torch.Tensor, titles: Sequence[str], columns: int = 9, wrong: Sequence[bool] = ()) -> None:
-    """Pictures (N, 1, H, W) in a grid, each under its title; a title is red where `wrong` is true."""
+    """Draw pictures (N, 1, H, W) in a grid, each under its title, which is red where `wrong` is true."""
     rows = -(-len(pictures) // columns)
     _, grid = plt.subplots(rows, columns, figsize=(columns * 0.95, rows * 1.2), squeeze=False, layout="constrained")
     for axes in grid.flat:
@@ -61,7 +64,10 @@ def images(pictures: torch.Tensor, titles: Sequence[str], columns: int = 9, wron
 
 
 def owners(shards: Sequence[Sequence[int]], num_samples: int, title: str) -> Axes:
-    """Which rank owns which sample: `shards[rank]` lists its samples; a sample that two ranks own shows twice."""
+    """Draw which rank owns which sample: `shards[rank]` lists the samples of a rank.
+
+    A sample that two ranks own is drawn twice.
+    """
     axes = new_axes(title, "sample", size=(7, 0.8 + 0.35 * len(shards)))
     for rank, shard in enumerate(shards):
         axes.scatter(shard, [f"rank {rank}"] * len(shard), marker="s", s=2400 / num_samples)
@@ -72,7 +78,7 @@ def owners(shards: Sequence[Sequence[int]], num_samples: int, title: str) -> Axe
 
 
 def tables(grids: Sequence[torch.Tensor], titles: Sequence[str], xlabel: str, ylabel: str) -> None:
-    """Small tables of counts (rows, columns) side by side, each under its title; a larger number is darker."""
+    """Draw small tables of counts (rows, columns) side by side; a larger number has a darker cell."""
     _, row = plt.subplots(1, len(grids), figsize=(1.25 * len(grids), 1.9), sharey=True, layout="constrained")
     largest = max(grid.max().item() for grid in grids)
     for axes, grid, title in zip(row, grids, titles, strict=True):
@@ -89,7 +95,10 @@ def tables(grids: Sequence[torch.Tensor], titles: Sequence[str], xlabel: str, yl
 def spans(
     rows: Mapping[str, Sequence[tuple[float, float]]], title: str, xlabel: str, origin: float = 0.0, scale: float = 1.0
 ) -> Axes:
-    """What happened when: a row per entry of `rows`, a piece per (start, end), drawn at (time - origin) * scale."""
+    """Draw a timeline: a row per entry of `rows`, with a bar per (start, end).
+
+    Times are drawn at (time - origin) * scale.
+    """
     axes = new_axes(title, xlabel, size=(7, 0.9 + 0.36 * len(rows)))
     for number, pieces in enumerate(rows.values()):
         pieces = [((start - origin) * scale, (end - start) * scale) for start, end in pieces]

@@ -1,4 +1,4 @@
-"""How far a run has come: its steps, its metrics, the lines that rank 0 prints, and the metrics file."""
+"""Track a run's progress: its steps and metrics, rank 0's progress lines, and the metrics file."""
 
 import argparse
 import builtins
@@ -20,38 +20,44 @@ from shared.errors import UsageError
 from shared.sampling import even_batches, global_batch_counts
 
 LINE_EVERY_S = 5
-written_to_devices: set[tuple[Path, str]] = set()  # (the device, a line)
+written_to_devices: set[tuple[Path, str]] = set()  # (device, line)
 
 
 class Progress:
-    """How far a run has come: what a checkpoint holds besides tensors, and what rank 0 prints.
+    """How far a run has come: the part of a checkpoint that is not tensors, and what rank 0 prints.
 
-    step: optimizer steps in all. epoch: the current epoch, from 0. metrics: one dict per epoch. options: those that
-    the run was started with. The rest is of the current epoch. position: samples already trained on, over all ranks.
-    seconds: how long that took, without what was lost to a kill. loss_sum: the samples' losses added up. step_losses:
-    the steps' global mean losses.
+    step: optimizer steps in all. epoch: the current epoch, from 0. metrics: one dict per epoch. options: those with
+    which the run was started. The other attributes describe the current epoch. position: samples trained on so far,
+    over all ranks. seconds: their training time, without work lost to a kill. loss_sum: the sum of the samples' losses.
+    step_losses: the global mean loss of each step.
     """
 
     saved = ("step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options")
 
     def __init__(self, args: argparse.Namespace, worker: Worker, num_samples: int, options: dict) -> None:
-        """args: batch_size, epochs, max_steps, save_every_steps and quiet. num_samples: per epoch, over all ranks."""
+        """Start at the first step of epoch 0.
+
+        args: batch_size, epochs, max_steps, save_every_steps and quiet. num_samples: per epoch, over all ranks.
+        """
         self.args, self.worker, self.num_samples, self.options = args, worker, num_samples, options
         self.step, self.epoch, self.metrics = 0, 0, []
         self.begin_epoch()
 
     def state_dict(self) -> dict:
-        """What a checkpoint holds, as plain data."""
+        """Return what a checkpoint holds, as plain data."""
         return {"num_samples": self.num_samples} | {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict) -> None:
-        """Continue from what `state_dict` returned. Raises UsageError if it is in the middle of different data."""
-        before = state.get("num_samples", self.num_samples)  # checkpoints of earlier versions have no such number
+        """Continue from what `state_dict` returned.
+
+        Raises UsageError if that is in the middle of an epoch over different data or in a different order.
+        """
+        before = state.get("num_samples", self.num_samples)  # earlier versions did not save it
         seed, now = state["options"].get("seed"), self.options.get("seed")
         if state["position"] > 0 and seed != now:
             raise UsageError(f"the epoch began with --seed {seed}; --seed {now} deals its samples in a different order")
         if state["position"] > 0 and before != self.num_samples:
-            raise UsageError(f"the epoch began with {before} training samples, and now there are {self.num_samples}")
+            raise UsageError(f"the epoch began with {before} training samples, but now there are {self.num_samples}")
         vars(self).update({name: state[name] for name in self.saved})
 
     @property
@@ -67,16 +73,16 @@ class Progress:
 
     @property
     def interrupted(self) -> bool:
-        """Whether --save-every-steps has interrupted the epoch."""
+        """Whether --save-every-steps has interrupted the epoch, so that a checkpoint is due."""
         return 0 < self.position < self.num_samples and self.step != self.args.max_steps
 
     @property
     def epoch_complete(self) -> bool:
-        """Whether the epoch of the last step is over: `finish_epoch` has then begun the next one."""
+        """Whether the last step completed its epoch. `finish_epoch` has then begun the next one."""
         return self.position == 0
 
     def begin_epoch(self) -> None:
-        """Start from the epoch's first sample, even if it was cut short."""
+        """Go back to the epoch's first sample, even if the epoch was cut short."""
         self.position, self.seconds, self.loss_sum, self.step_losses = 0, 0.0, 0.0, []
 
     def start_steps(self) -> None:
@@ -88,10 +94,11 @@ class Progress:
         self.bar = tqdm(desc="steps", total=self.last_step, initial=self.step, disable=hidden, leave=False)
 
     def batches(self, loader: DataLoader) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """The next steps: (samples over all ranks, this rank's batch). loader: from `sampling.rank_loader`.
+        """Yield (samples over all ranks, this rank's batch) for the next steps.
 
-        Each epoch has its own order, the same one on all ranks. The steps go to the end of the epoch, to the next
-        multiple of --save-every-steps, or to --max-steps, whichever comes first: equally many on every rank.
+        The steps run to the end of the epoch, to the next multiple of --save-every-steps, or to --max-steps, whichever
+        comes first. Every rank gets equally many. Each epoch has its own order, the same on all ranks.
+        loader: from `sampling.rank_loader`.
         """
         loader.sampler.set_epoch(self.epoch)
         loader.sampler.set_position(self.position)
@@ -107,7 +114,7 @@ class Progress:
             yield count, batch
 
     def add_step(self, loss: torch.Tensor, count: int) -> None:
-        """Note a step, and show every few seconds how far rank 0 is: as a line, in a notebook as a bar.
+        """Record a step. Every few seconds rank 0 shows its progress: a line, or in a notebook a bar.
 
         loss: this rank's share of the mean over the step's `count` samples. No rank waits here.
         """
@@ -119,7 +126,10 @@ class Progress:
             self.print_line()
 
     def print_line(self) -> None:
-        """Print rank 0's own loss since the last line, the speed, the time left. No collective, one GPU sync."""
+        """Print rank 0's own loss since the last line, the speed, and the time left.
+
+        This takes no collective, and one synchronization of a GPU.
+        """
         own_loss = torch.stack(self.losses[self.printed_steps :]).mean().item() * self.worker.world_size
         now, step = time.perf_counter(), self.step + len(self.losses)
         rate = sum(self.counts[self.printed_steps :]) / (now - self.printed_at)
@@ -131,16 +141,16 @@ class Progress:
         self.printed_steps, self.printed_at = len(self.losses), now
 
     def finish_steps(self) -> None:
-        """Add up the steps' losses over all ranks: one all-reduce for all steps, not one per step. Collective."""
+        """Sum the steps' losses over all ranks, in one all-reduce for all steps. Collective."""
         self.bar.close()
         step_losses = global_sum(torch.stack(self.losses)).tolist()
         self.record_steps(step_losses, self.counts, time.perf_counter() - self.started)
 
     def record_steps(self, step_losses: list[float], counts: list[int], seconds: float) -> None:
-        """Note finished steps: their global mean losses, how many samples each took over all ranks, and their time.
+        """Record finished steps: their global mean losses, their samples over all ranks, and their time.
 
-        Raises UsageError, on every rank, if a loss is not finite. The run ends before the broken weights are saved,
-        so its good checkpoints stay.
+        Raises UsageError, on every rank, if a loss is not finite. The run then ends before the broken weights are
+        saved, so its good checkpoints stay.
         """
         for number, loss in enumerate(step_losses, self.step + 1):
             check_finite_number(f"the loss of step {number}", loss)
@@ -152,9 +162,9 @@ class Progress:
         self.step_losses = self.step_losses + step_losses
 
     def finish_epoch(self, measured: dict) -> dict:
-        """The epoch's line for --metrics-out. An epoch that --max-steps cut short stays the current one.
+        """Return the epoch's line for --metrics-out. An epoch that --max-steps cut short stays the current one.
 
-        Raises UsageError if the validation loss is not finite, because the last step has broken the weights.
+        Raises UsageError if the validation loss is not finite, because then the last step has broken the weights.
         """
         check_finite_number("val_loss", measured["val_loss"])
         line = {
@@ -172,7 +182,7 @@ class Progress:
         return line
 
     def describe(self, line: dict) -> str:
-        """An epoch's metrics in words."""
+        """Return an epoch's metrics as a line of text."""
         return (
             f"epoch {line['epoch']}/{self.args.epochs}  train_loss {line['train_loss']:.4f}  "
             f"val_loss {line['val_loss']:.4f}  val_accuracy {line['val_accuracy']:.3f}  "
@@ -181,15 +191,15 @@ class Progress:
 
 
 def check_finite_number(what: str, value: float) -> None:
-    """Raises UsageError if a number of the training is not finite."""
+    """Raise UsageError if a number that training has produced is not finite."""
     if not math.isfinite(value):
         raise UsageError(f"diverged: {what} is {value} (not saved): start a new run with a smaller --lr")
 
 
 def write_metrics(path: str | Path | None, lines: list[dict]) -> None:
-    """Write one JSON line per epoch to `path`, replacing the file at once. None: nothing is written.
+    """Write one JSON line per epoch to `path`, and replace the file atomically. None: write nothing.
 
-    A link stays, and the file that it leads to is replaced. To a device such as /dev/null each line is written once.
+    A symbolic link stays, and the file that it leads to is replaced. A device such as /dev/null gets each line once.
     """
     if path is None:
         return

@@ -1,4 +1,4 @@
-"""How processes find each other: a free port, gloo's network interface, and a name for each start of the same job."""
+"""Help processes find each other: a free port, gloo's network interface, and a name for each start of a job."""
 
 import os
 import random
@@ -16,14 +16,13 @@ given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    """A TCP port where nobody listens, for a process that binds it some seconds later.
+    """Return a free TCP port, for a process that binds it some seconds later.
 
-    It is below the ports that Linux hands out to processes that ask for any port: one of those is free now, and a
-    moment later another process may hold it for a connection. And it is above the ports of Ray's workers. A process is
-    given each port once.
+    The port is below those that Linux gives to processes that ask for any port, because one of those may be taken a
+    moment later. It is above the ports of Ray's workers. A process never gets the same port twice.
     """
     while True:
-        port = random.SystemRandom().randrange(20_000, 29_000)  # the one generator that nobody seeds
+        port = random.SystemRandom().randrange(20_000, 29_000)  # the only generator that nobody seeds
         with suppress(OSError), socket.create_server(("", port)):
             if port not in given_ports:
                 given_ports.add(port)
@@ -33,9 +32,9 @@ def free_port() -> int:
 def choose_gloo_interface(address: str) -> None:
     """Set GLOO_SOCKET_IFNAME, unless it is set, to the interface by which this node reaches `address`.
 
-    Left to itself, gloo takes the address to which the node's own host name leads. On Debian and Ubuntu that is a
-    loopback address by default, where no other node can reach it. address: of a node that all ranks reach, or of this
-    one. A loopback address is no help, except where all ranks are on this node, and then gloo needs none.
+    By default gloo uses the address of the node's own host name. On Debian and Ubuntu that is a loopback address, which
+    no other node can reach. address: of a node that all ranks reach, or of this node. A loopback address sets nothing.
+    It is used only when all ranks are on this node, and then gloo needs no help.
     """
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((address, 9))  # sends nothing
@@ -46,12 +45,13 @@ def choose_gloo_interface(address: str) -> None:
 
 
 def name_this_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """A word that all ranks of this start share and no earlier start has used. Rank 0 makes it up.
+    """Return a name that all ranks of this start share and that no earlier start has used. Collective.
 
-    torchrun keeps one store over all its restarts, and it holds the addresses of dead processes: a rank that reads an
-    old one waits forever (pytorch/pytorch issue 135712). TORCHELASTIC_RESTART_COUNT does not tell the starts apart,
-    because each node counts its own. So every rank calls with a random word, rank 0 answers the call with the name, and
-    repeats that until the rank has confirmed this very name. Raises TimeoutError if a rank does not come.
+    torchrun keeps one store over all its restarts, and the store holds the addresses of dead processes. A rank that
+    reads an old address waits forever (pytorch/pytorch issue 135712). TORCHELASTIC_RESTART_COUNT does not distinguish
+    the starts, because each node counts its own. So every rank publishes a random word, and rank 0 answers with that
+    word and the name. It repeats this until the rank has confirmed the name. Raises TimeoutError if a rank does not
+    answer in time.
     """
     own_word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
 
@@ -61,7 +61,7 @@ def name_this_attempt(store: dist.Store, rank: int, world_size: int, timeout_s: 
     def wait_until(reached: Callable[[], bool], missing: int) -> None:
         while not reached():
             if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {missing} has not come within {timeout_s:.0f} s")
+                raise TimeoutError(f"rank {missing} did not arrive within {timeout_s:.0f} s")
             time.sleep(0.01)
 
     def confirmed(other: int) -> bool:

@@ -1,4 +1,4 @@
-"""A run that torchrun starts again by itself continues, on every node, without --resume.
+"""Continue a run without --resume, on every node, after torchrun has restarted it.
 
 torchrun runs one agent per node. When a process dies on any node, the agents end all processes and start new ones,
 which know nothing of the old ones. The store through which the ranks meet is on the node of rank 0 and is lost with it.
@@ -20,19 +20,25 @@ from shared.lease import start_time
 
 
 class RestartableRun(runs.Run):
-    """A run under torchrun, or in a single process. saved_step: of its newest checkpoint; -1: none yet."""
+    """A run under torchrun, or in a single process.
+
+    saved_step: the step of its newest checkpoint; -1 if there is none yet.
+    """
 
     saved_step = -1
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> "RestartableRun":
-        """The run that the options ask for, the same on every rank and after every restart by torchrun. Collective."""
+        """Return the run that the options ask for. Collective.
+
+        It is the same on every rank, and after every restart by torchrun.
+        """
         if "://" in args.storage_path:
-            raise UsageError(f"--storage-path {args.storage_path}: this script writes to a folder that its node sees")
+            raise UsageError(f"--storage-path {args.storage_path} is a URI, but this script needs a folder")
         storage_path, note = Path(args.storage_path).absolute(), None
         with fail_together():
             note = find_note(storage_path)
-        # Rank 0 may be on a different host than before the restart: any node's note counts.
+        # Rank 0 may be on a different host than before the restart, so any node's note counts.
         notes = [note for note in gather_objects(note) if note]
         run = cls(storage_path / (args.run_name or from_rank_zero(runs.new_name())), runs.options_of(args))
         if notes:
@@ -42,7 +48,10 @@ class RestartableRun(runs.Run):
         return run
 
     def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
-        """As `Run.open_or_resume`. Raises ValueError after a restart that does not see what was saved before it."""
+        """Open the run as `Run.open_or_resume` does, and continue it after a restart.
+
+        Raises ValueError if the checkpoint from before the restart is missing on this node.
+        """
         newest = next(iter(self.list_newest_first()), None)
         if self.saved_step >= 0 and (not newest or newest < checkpoint.path_for_step(self.folder, self.saved_step)):
             raise ValueError(
@@ -57,7 +66,7 @@ class RestartableRun(runs.Run):
         return state
 
     def save(self, state: dict, worker: Worker) -> None:
-        """As `Run.save`. Each node notes the step."""
+        """Save as `Run.save` does, and note the step on each node. Collective."""
         super().save(state, worker)
         with fail_together():
             if worker.local_rank == 0:
@@ -65,18 +74,18 @@ class RestartableRun(runs.Run):
 
 
 def note_name() -> str | None:
-    """The name of this job's notes on this node; None if no agent has started this process."""
+    """Return the name of this job's notes on this node, or None if no agent has started this process."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
-    # The agent sets the variable for its processes. A wrapper such as numactl may be between it and this one.
+    # The agent sets the variable for its processes. There may be a wrapper, such as numactl, in between.
     agent = next(each for each in psutil.Process().parents() if "TORCHELASTIC_RUN_ID" not in each.environ())
     return f".torchrun-{socket.gethostname()}-{agent.pid}-{start_time(agent.pid):.0f}"
 
 
 def write_note(folder: Path, step: int, token: str) -> None:
-    """Note on this node that the run in `folder` is this job's, and saved after `step` steps; -1: not yet.
+    """Note on this node that the run in `folder` is this job's, and its newest step, or -1 if there is none.
 
-    token: of its lease, which the job keeps over its restarts.
+    token: the one in the run's lease, which the job keeps over its restarts.
     """
     if (name := note_name()) is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -86,7 +95,7 @@ def write_note(folder: Path, step: int, token: str) -> None:
 
 
 def find_note(storage_path: Path) -> tuple[str, int, str] | None:
-    """(run name, newest step or -1, token) that this node has noted under `storage_path` before a restart; or None."""
+    """Return (run name, newest step or -1, token) from this node's note under `storage_path`, or None."""
     name = note_name()
     found = [] if name is None else list(storage_path.glob(f"*/{name}"))
     if not found:

@@ -1,4 +1,4 @@
-"""How every training script starts and ends: one line for a mistake, a clean end on Ctrl-C, SIGTERM and SIGHUP."""
+"""Start and end a training script: one line for a mistake, a clean end on Ctrl-C, SIGTERM and SIGHUP."""
 
 import contextlib
 import os
@@ -21,12 +21,13 @@ STOPPING = threading.Event()
 
 
 def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lambda: None) -> None:
-    """From now on Ctrl-C, SIGTERM and a closed terminal end this process within seconds, with exit code 128 + signal.
+    """End this process within seconds of Ctrl-C, SIGTERM or a closed terminal, with exit code 128 + signal.
 
-    Rank 0 first says what is saved of `run` and how to continue it, then `clean_up` is called. Neither can keep the
-    process from ending: storage that does not answer, a closed standard output or an error gets a few seconds each. A
-    thread takes the signal: Python runs signal handlers in the main thread only, and that may be waiting in a
-    collective for a rank that has gone. The thread hears of every signal that has a handler, including the SIGCHLD of
+    Rank 0 first says which checkpoint is saved and how to continue `run`. Then `clean_up` is called. Neither can keep
+    the process from ending: storage that does not answer, a closed standard output or an error gets a few seconds each.
+
+    A thread handles the signal, because Python runs signal handlers in the main thread only, and that may be waiting in
+    a collective for a rank that has gone. The thread receives every signal that has a handler, including the SIGCHLD of
     a DataLoader's workers. Under `nohup`, which ignores SIGHUP, a closed terminal ends nothing.
     """
     read_end, write_end = os.pipe()
@@ -64,31 +65,32 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
 
 
 def run_main(main: Callable[[], None], describe: Callable[[Exception], str] = str) -> None:
-    """Run a script. A UsageError ends it with exit code 2, a RunFailed with 1, each with one line from rank 0.
+    """Run a script, and end it with one line from rank 0 if it raises a UsageError or a RunFailed.
 
-    describe: returns the message of such an error, for a program whose options have other names.
-    If rank 0 has no such error and the ranks have not met yet, the first process of the node that has one prints it.
+    The exit code is 2 for a UsageError and 1 for a RunFailed.
+    describe: returns the message of such an error, for a program whose options have other names. If rank 0 has no such
+    error and the ranks have not met yet, the first process of a node that has one prints it.
     """
     try:
         try:
             main()
         finally:
-            lease.release()  # from now on a different process may continue the run
+            lease.release()  # now a different process may continue the run
     except Exception as error:
         reported = isinstance(error, (UsageError, RunFailed))
         if not reported:
-            # A rank that was stopped breaks the collectives of the others a moment before their own signal arrives.
+            # A stopped rank breaks the others' collectives a moment before their own signal arrives.
             time.sleep(1)
         if STOPPING.is_set():
-            time.sleep(60)  # this process is being ended: what breaks meanwhile is not its own error
+            time.sleep(60)  # this process is being stopped, and its error is a consequence
         if not reported:
             raise
         rank, met = rank_from_environment(), dist.is_initialized()
         if rank != 0:
-            # torchrun ends all processes when the first one exits: let rank 0 speak before that.
+            # torchrun ends all processes when the first one exits: let rank 0 print before that.
             time.sleep(30)
         if rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
             print(f"{Path(sys.argv[0]).name}: {error.kind}: {describe(error)}", file=sys.stderr, flush=True)
         sys.stdout.flush()
-        # Where there is a process group, without the teardown of Python's modules, which may abort.
+        # With a process group, skip the teardown of Python's modules, which may abort the process.
         (os._exit if met else sys.exit)(error.exit_code)

@@ -1,4 +1,4 @@
-"""A sharded checkpoint: every rank writes and reads its own slices, and checksums tell whether all files are intact."""
+"""Save and restore a sharded checkpoint: every rank writes and reads its own slices, and checksums protect them."""
 
 import time
 import zlib
@@ -15,14 +15,14 @@ from shared.errors import UsageError
 
 
 def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Write this rank's slices of weights and optimizer state into `folder`, with torch.distributed.checkpoint.
+    """Write this rank's slices of weights and optimizer state into `folder`. Collective.
 
-    Collective. The folder may be a different one on each node: their files together are the checkpoint. The optimizer
-    must have taken a step. Otherwise torch takes one itself to have something to save: with a learning rate of 0, but
-    Adam counts it like any other, and the training would differ. Raises UsageError, on every rank, if weights are not
-    finite.
+    torch.distributed.checkpoint writes them. Each node may have a different folder: all their files together are the
+    checkpoint. The optimizer must have taken a step. Otherwise torch takes a step itself, with a learning rate of 0, to
+    have something to save. Adam counts that step, so the training would change. Raises UsageError, on every rank, if
+    weights are not finite.
     """
-    import torch.distributed.checkpoint as dcp  # half a second, for those who need it
+    import torch.distributed.checkpoint as dcp  # takes half a second to import
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
     assert optimizer.state, "nothing to save before the first step"
@@ -33,11 +33,11 @@ def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> 
 
 
 def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Read this rank's slices from what any number of ranks have written with `save_sharded`. Collective.
+    """Read this rank's slices from a checkpoint that any number of ranks wrote with `save_sharded`. Collective.
 
-    Raises UsageError if `folder` holds another model: every rank meets the same error. An error that a retry may cure
-    (a file that cannot be read right now, memory) is raised as it is. DCP unpickles a file of the folder, which may run
-    code: read only what nobody else can write.
+    Raises UsageError, on every rank, if `folder` holds a different model. An error that a retry may cure is raised
+    unchanged: a file that cannot be read right now, or a lack of memory. DCP unpickles a file of the folder, which may
+    run code, so read only folders that nobody else can write to.
     """
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -52,16 +52,17 @@ def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) 
         )
         if any(isinstance(cause, (OSError, EOFError, torch.OutOfMemoryError)) for cause in causes):
             raise
-        raise UsageError(f"the checkpoint is of another model: {str(causes[0]).splitlines()[0]}") from error
+        raise UsageError(f"the checkpoint is of a different model: {str(causes[0]).splitlines()[0]}") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
 def file_checksums(
     folder: str | Path, names: Iterable[str] | None = None, log: Callable[[str], None] = lambda line: None
 ) -> dict[str, list[int]]:
-    """Size in bytes and CRC-32 of every file in `folder`, by its path in it.
+    """Return [size in bytes, CRC-32] of every file in `folder`, by its relative path.
 
-    names: check only these, if they exist. log: gets the progress, every ten seconds.
+    names: check only these files, if they exist.
+    log: called with the progress every ten seconds.
     """
     if names is None:
         names = (path.relative_to(folder).as_posix() for path in Path(folder).rglob("*"))
@@ -80,10 +81,10 @@ def file_checksums(
 
 
 def verify(written: dict[str, list[int]], found: dict[str, list[int]]) -> None:
-    """Raises ValueError if a file that was `written` is not `found` as it was; both come from `file_checksums`."""
+    """Raise ValueError if a `written` file is missing or changed in `found`. Both are from `file_checksums`."""
     for name, expected in written.items():
         if name not in found:
             raise ValueError(f"incomplete: {name} is missing")
         if found[name] != expected:
             how = "truncated" if found[name][0] < expected[0] else "damaged"
-            raise ValueError(f"{how}: {name} in it is not as it was written")
+            raise ValueError(f"{how}: {name} has changed since it was written")

@@ -1,4 +1,4 @@
-"""What is trained, behind one interface: data, model, optimizer, loss and accuracy. Images, or text."""
+"""Define what is trained, images or text, behind one interface: data, model, optimizer, loss and accuracy."""
 
 import argparse
 import zlib
@@ -20,13 +20,14 @@ from shared.sampling import global_batch_counts
 class Task:
     """What a run trains. A subclass has `name`, `dataset_names`, `model_names`, `load` and `build_model`.
 
-    A sample is (inputs, targets), two tensors. The model maps a batch of inputs to logits: (batch, classes) for one
-    answer per sample, (batch, T, classes) for T of them. It takes a batch of no samples, and uses all its parameters in
-    each step. For anything else a subclass defines `loss` and `metric_sums`.
+    A sample is a pair of tensors, (inputs, targets). The model maps a batch of inputs to logits: (batch, classes) for
+    one answer per sample, (batch, T, classes) for T answers. It accepts a batch of no samples, and uses all its
+    parameters in each step. For anything else a subclass overrides `loss` and `metric_sums`.
+
     Attributes: args, the options; splits, the data; device; precision; dtype, of weights and floating-point inputs.
     """
 
-    name: str  # of its kind of data
+    name: str  # the kind of data
     dataset_names: Sequence[str]  # for --dataset
     model_names: Sequence[str]  # for --model, the default first
 
@@ -48,35 +49,36 @@ class Task:
 
     @staticmethod
     def load(args: argparse.Namespace) -> Splits:
-        """The data that the options ask for. Raises ValueError or OSError if they cannot be used."""
+        """Return the data that the options ask for. Raises ValueError or OSError if they cannot be used."""
         raise NotImplementedError
 
     def check_sizes(self, world_size: int) -> None:
-        """Raises ValueError if there are fewer training samples than ranks, or too few per batch for the model."""
+        """Raise ValueError if there are fewer training samples than ranks, or too few per batch for the model."""
         if len(self.splits.train) < world_size:
             raise ValueError(f"{len(self.splits.train)} samples cannot be dealt to {world_size} ranks; use fewer ranks")
 
     def checksum(self) -> int:
-        """A number that differs between nodes that have read different data. 0: it is not checked."""
+        """Return a number that differs between nodes that have read different data, or 0 to skip the check."""
         return 0
 
     def build_model(self) -> nn.Module:
-        """The model with its start weights: the same ones for the same seed."""
+        """Return the model with its initial weights, which are the same for the same seed."""
         raise NotImplementedError
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        """The default optimizer."""
+        """Return the default optimizer."""
         return torch.optim.Adam(model.parameters(), lr=self.args.lr)
 
     def to_device(self, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """A batch (inputs, targets) on the device, with floating-point inputs in the weights' type."""
+        """Return a batch (inputs, targets) on the device, with floating-point inputs in the weights' type."""
         inputs, targets = (tensor.to(self.device, non_blocking=True) for tensor in batch)
         return inputs.to(self.dtype) if inputs.is_floating_point() else inputs, targets
 
     def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The cross-entropy of each sample, summed over the batch. Of a text it is the mean over the tokens.
+        """Return the cross-entropy of each sample, summed over the batch.
 
-        Half-precision logits are converted to float32 first.
+        For text a sample's cross-entropy is the mean over its tokens. Half-precision logits are converted to float32
+        first.
         """
         if logits.dtype in (torch.bfloat16, torch.float16):
             logits = logits.float()
@@ -84,16 +86,22 @@ class Task:
         return total / targets.shape[1:].numel()
 
     def metric_sums(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Sums over the batch: (loss, correct answers, samples), float64. Of a text, correct is the share of tokens."""
+        """Return the sums over the batch (loss, correct answers, samples), as float64.
+
+        For text a sample counts with the share of its tokens that are correct.
+        """
         correct = (logits.argmax(dim=-1) == targets).sum().double() / targets.shape[1:].numel()
         samples = torch.tensor(len(targets), dtype=torch.float64, device=targets.device)
         return torch.stack([self.loss(logits, targets).double(), correct, samples])
 
     def before_step(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Called before the forward pass of every step. The text task starts to measure memory in the last one."""
+        """Prepare a step. Called before the forward pass of every step.
+
+        By default this does nothing. The text task starts to measure memory in the last step.
+        """
 
     def extra_metrics(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        """What the task adds to the metrics of an epoch. Called after the epoch's last step. Collective."""
+        """Return the metrics that the task adds to an epoch. Called after the epoch's last step. Collective."""
         return {}
 
 
@@ -119,11 +127,11 @@ class ImageTask(Task):
         super().check_sizes(world_size)
         num_samples, model = len(self.splits.train), self.args.model
         fewest = min(global_batch_counts(num_samples, self.args.batch_size)) // world_size
-        if "batchnorm" in model and fewest < 2:  # of one sample there is no variance
+        if "batchnorm" in model and fewest < 2:  # a single sample has no variance
             raise ValueError(
                 f"--model {model} needs two samples per rank in every batch, and {num_samples} samples in batches of "
-                f"{self.args.batch_size} over {world_size} ranks leave {fewest}; use another --batch-size or --model "
-                "resnet18"
+                f"{self.args.batch_size} over {world_size} ranks leave {fewest}; use a different --batch-size or "
+                "--model resnet18"
             )
 
     def build_model(self) -> nn.Module:
@@ -139,7 +147,7 @@ class TextTask(Task):
 
     def __init__(self, args: argparse.Namespace, splits: Splits, device: torch.device) -> None:
         super().__init__(args, splits, device)
-        # Not `config`: for a function that also names `distributed`, cloudpickle would pickle torch.distributed.config.
+        # Not `config`: cloudpickle would pickle torch.distributed.config for a function that also names `distributed`.
         self.gpt_config = models.GPT_PRESETS[args.preset]
 
     @classmethod
@@ -147,10 +155,10 @@ class TextTask(Task):
         parser.add_argument("--preset", choices=tuple(models.GPT_PRESETS),
             help="size of the GPT; nano has 1 M parameters (default: nano)")  # fmt: skip
         parser.add_argument("--text-file", metavar="FILE", type=local_path,
-            help="train on 1,280 windows of this text, which every node has at this path, the same ones each epoch "
-            "(default: Python's standard library)")  # fmt: skip
+            help="train on 1,280 windows of this text, the same ones each epoch; every node needs the file at this "
+            "path (default: Python's standard library)")  # fmt: skip
         parser.add_argument("--activation-checkpointing", action="store_true",
-            help="keep only the blocks' inputs, and compute the rest again in the backward pass")  # fmt: skip
+            help="keep only the blocks' inputs, and recompute the rest in the backward pass")  # fmt: skip
 
     @classmethod
     def complete_options(cls, options: argparse.Namespace) -> None:
@@ -174,8 +182,8 @@ class TextTask(Task):
         return torch.optim.AdamW(model.parameters(), lr=self.args.lr)
 
     def before_step(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if progress.steps_left == 0:  # the last step only: on a CPU, watching takes time
-            from shared.measure import PeakMemory  # half a second, for those who need it
+        if progress.steps_left == 0:  # only in the last step, because measuring is slow on a CPU
+            from shared.measure import PeakMemory  # takes half a second to import
 
             self.memory = PeakMemory(self.device)
             self.memory.start(model, optimizer)
@@ -186,7 +194,7 @@ class TextTask(Task):
         return self.memory_metrics(progress, state_bytes(model, optimizer), self.memory.stop())
 
     def memory_metrics(self, progress: Progress, state_bytes: int, peak_bytes: int) -> dict:
-        """Tokens per second, and the most bytes that any rank has measured. Collective."""
+        """Return the tokens per second, and the largest byte counts of all ranks. Collective."""
         return {
             "tokens_per_second": progress.position * self.gpt_config.context / progress.seconds,
             "state_bytes_per_rank": global_max(state_bytes),
@@ -195,7 +203,10 @@ class TextTask(Task):
 
 
 def task_for(dataset: str, tasks: Sequence[type[Task]]) -> type[Task]:
-    """The task of `tasks` that the data set belongs to; a data set with a name of its own belongs to the first."""
+    """Return the task of `tasks` that the data set belongs to.
+
+    Your own data set has a name that no task lists, and belongs to the first task.
+    """
     return next((task for task in tasks if dataset in task.dataset_names), tasks[0])
 
 
@@ -203,11 +214,12 @@ def build(
     tasks: Sequence[type[Task]], args: argparse.Namespace, worker: Worker, max_world_size: int = 0,
     patience_s: float = 0,
 ) -> Task:  # fmt: skip
-    """The task of `tasks` that the options ask for, with its data, the same on every rank. Collective.
+    """Return the task of `tasks` that the options ask for, with its data, the same on every rank. Collective.
 
-    The first process of each node downloads what is missing. max_world_size: the world may grow to this size.
-    patience_s: wait this long for files that are missing. Raises UsageError, on every rank, if the data cannot be used
-    or differ between the ranks.
+    The first process of each node downloads missing files.
+    max_world_size: the world may grow to this size.
+    patience_s: seconds to wait for missing files.
+    Raises UsageError, on every rank, if the data cannot be used or differ between the ranks.
     """
     task_class = task_for(args.dataset, tasks)
     with fail_together(), local_first(worker):

@@ -333,7 +333,7 @@ def test_a_rank_that_the_saved_run_did_not_have_keeps_its_own_generators():
 @pytest.mark.parametrize("other", [{"hidden_dim": 17}, {"hidden_dim": 8}])
 def test_a_checkpoint_of_another_model_is_refused(other):
     state = checkpoint.training_state(*new_run(), progress={})
-    with pytest.raises(ValueError, match="the checkpoint is of another model"):
+    with pytest.raises(ValueError, match="the checkpoint is of a different model"):
         checkpoint.restore(state, *new_run(**other), Worker())
 
 
@@ -342,7 +342,7 @@ def test_a_checkpoint_of_another_kind_of_model_is_refused():
     model = models.resnet18()
     optimizer = torch.optim.Adam(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-    with pytest.raises(ValueError, match="the checkpoint is of another model") as caught:
+    with pytest.raises(ValueError, match="the checkpoint is of a different model") as caught:
         checkpoint.restore(state, model, optimizer, scheduler, Worker())
     assert "\n" not in str(caught.value)
 
@@ -353,7 +353,7 @@ def test_a_sharded_checkpoint_of_another_model_is_told_from_one_that_cannot_be_r
     sharded.save_sharded(tmp_path, model, optimizer)
     sharded.restore_sharded(tmp_path, model, optimizer)
     other = new_run(hidden_dim=17)
-    with pytest.raises(UsageError, match="the checkpoint is of another model: Size mismatch") as caught:
+    with pytest.raises(UsageError, match="the checkpoint is of a different model: Size mismatch") as caught:
         sharded.restore_sharded(tmp_path, *other[:2])
     assert "\n" not in str(caught.value)
     for path in tmp_path.glob("*.distcp"):

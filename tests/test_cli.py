@@ -337,10 +337,10 @@ def test_only_a_stop_stops_and_not_the_end_of_a_loaders_worker():
 
 
 @pytest.mark.parametrize(("environment", "words"), [
-    ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK is set, and LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT not"),
-    ({"RANK": "0"}, "RANK is set, and LOCAL_RANK"),
+    ({"RANK": "1", "WORLD_SIZE": "2"}, "RANK is set without LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT:"),
+    ({"RANK": "0"}, "RANK is set without LOCAL_RANK"),
     ({"RANK": "first"}, "RANK=first is not a whole number: start with torchrun, or unset RANK"),
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 and no RANK: start with torchrun, or unset WORLD_SIZE"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 is set without RANK: start with torchrun, or unset WORLD_SIZE"),
     ({"WORLD_SIZE": "two"}, "WORLD_SIZE=two is not a whole number"),
     ({"SLURM_STEP_NUM_TASKS": "4"}, r"this is one of 4 processes \(SLURM_STEP_NUM_TASKS\) .*one torchrun per node"),
     ({"OMPI_COMM_WORLD_SIZE": "2"}, r"this is one of 2 processes \(OMPI_COMM_WORLD_SIZE\)"),
@@ -381,7 +381,7 @@ def test_what_is_no_name_of_a_run(name):
 def test_paths_of_this_machine_are_no_uris_and_know_the_home(option, monkeypatch):
     monkeypatch.setenv("HOME", "/the/home")
     parser = options.training_parser("", [tasks.TextTask])
-    with pytest.raises(UsageError, match="'s3://bucket/it' is a URI, and has to be a path on this machine"):
+    with pytest.raises(UsageError, match="'s3://bucket/it' is a URI, but must be a path on this machine"):
         parser.parse_args([option, "s3://bucket/it"])
     assert vars(parser.parse_args([option, "~/it"]))[option[2:].replace("-", "_")] == "/the/home/it"
     assert parser.parse_args(["--storage-path", "~/runs"]).storage_path == "/the/home/runs"

@@ -152,7 +152,7 @@ def test_a_fit_that_loses_a_process_is_tried_again(fit, capsys):
 
 @pytest.mark.parametrize(("outcomes", "why"), [
     ([DIED] * 4, "a worker or Ray's controller died where Ray Train does not replace it (ActorDiedError)"),
-    ([ray.train.WorkerGroupError("", {1: ActorDiedError()})], "the worker of rank 1 died, and workers were replaced"),
+    ([ray.train.WorkerGroupError("", {1: ActorDiedError()})], "the worker of rank 1 died, and max_failures allows"),
     ([ray.train.WorkerGroupError("", {3: ValueError("a bug"), 5: ActorDiedError()})],
      "the worker of rank 3 failed: a bug"),
     ([ray.train.ControllerError(OSError("no\nspace"))], "Ray Train failed: "),

@@ -405,7 +405,7 @@ def test_batch_norm_is_refused_exactly_where_a_rank_would_get_a_single_sample(nu
     if fewest >= 2:
         check("resnet18-batchnorm")
     else:
-        with pytest.raises(ValueError, match=f"leave {fewest}; use another --batch-size or --model resnet18"):
+        with pytest.raises(ValueError, match=f"leave {fewest}; use a different --batch-size or --model resnet18"):
             check("resnet18-batchnorm")
 
 

@@ -232,7 +232,7 @@ def test_other_unknown_settings_are_reported_in_one_line(tmp_path, capsys):
     read(settings, tmp_path)
     unknown, activations = capsys.readouterr().out.splitlines()
     assert unknown.endswith("ds.json: DeepSpeed does not know, and ignores: my_notes, _optimizer")
-    assert activations.endswith("--activation-checkpointing decides, and not: activation_checkpointing")
+    assert activations.endswith("overridden by --activation-checkpointing: activation_checkpointing")
 
 
 @pytest.mark.parametrize(("zero_optimization", "left"), [

@@ -38,7 +38,7 @@ def test_half_a_description_of_a_group_is_refused(missing, monkeypatch):
     for name in distributed.FROM_TORCHRUN:
         monkeypatch.setenv(name, "0")
     monkeypatch.delenv(missing)
-    with pytest.raises(UsageError, match=f"RANK is set, and {missing} not: start with torchrun"):
+    with pytest.raises(UsageError, match=f"RANK is set without {missing}: start with torchrun"):
         distributed.join()
 
 

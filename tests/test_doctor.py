@@ -101,7 +101,7 @@ def test_a_package_without_a_valid_version_is_damaged(tmp_path, installed, versi
     requirements = tmp_path / "requirements.txt"
     requirements.write_text("halfway==1.0\n")
     installed["halfway"] = version
-    assert doctor.wrong_packages(requirements) == ["halfway is damaged (its metadata name no valid version)"]
+    assert doctor.wrong_packages(requirements) == ["halfway is damaged (its metadata names no valid version)"]
 
 
 @pytest.mark.parametrize("name", ["joblib", "packaging", "psutil", "torch"])

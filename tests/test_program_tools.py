@@ -143,7 +143,7 @@ def in_the_way(tmp_path_factory) -> Path:
 
 def test_what_the_check_of_a_cluster_refuses(in_the_way, monkeypatch):
     monkeypatch.setenv("RAY_LOG_TO_DRIVER", "0")  # it would set it itself
-    for storage, words in [("s3://bucket/runs", "'s3://bucket/runs' is a URI, and has to be a path on this machine"),
+    for storage, words in [("s3://bucket/runs", "'s3://bucket/runs' is a URI, but must be a path on this machine"),
                            (in_the_way, f"{in_the_way} is not a folder on this machine"),
                            ("/proc", "cannot write to /proc: ")]:  # fmt: skip
         assert words in refused_here(VERIFY, storage)

@@ -109,7 +109,7 @@ def test_pictures_brought_to_one_size_and_one_number_of_channels(tmp_path):
     read = ray_images.inspect_dataset(uri, image_size=8)["train"](as_batch(tmp_path / "train"))
     assert read["image"].shape == (6, 1, 8, 8)  # grey, as the first one
     other_size = ray_images.inspect_dataset(uri)["train"]
-    words = r"a.parquet is of .*\(1, 3, 5\), and the first image of .*train of \(1, 4, 5\): --image-size resizes"
+    words = r"a.parquet has .*\(1, 3, 5\), but the first image of .*train has \(1, 4, 5\): --image-size resizes"
     with pytest.raises(ValueError, match=words):
         other_size(as_batch(tmp_path / "train"))
 
@@ -173,15 +173,15 @@ def other_labels(folder: Path) -> str:
         (unreadable_picture, "cannot use the first image of .*0.png: cannot identify image file"),
         (lambda folder: write_parquet(folder, other=LABELS, images=LABELS), "its pixels must be uint8, or floats from"),
         (lambda folder: write_parquet(folder, images=[[0.5] * 20] * 6), r"an array of shape \(20,\) is not an image"),
-        (lambda folder: write_parquet(folder, labels=["a", "b"] * 3), "labels are string, and must be whole numbers"),
+        (lambda folder: write_parquet(folder, labels=["a", "b"] * 3), "labels are string, but must be whole numbers"),
         (lambda folder: write_parquet(folder, labels=[-1, 0] * 3), "a.parquet: .*whole numbers from 0 .*, not -1"),
         (lambda folder: write_parquet(folder, labels=[0, 1, None] * 2), "a.parquet: .*whole numbers .*, not None"),
         (lambda folder: write_parquet(folder, labels=[0, 100_000] * 3), "a.parquet: .*without large gaps, not 100000"),
         (lambda folder: write_parquet(folder, images=pa.array([], pa.binary()), labels=pa.array([], pa.int64())),
          "no rows"),
-        (lambda folder: write_parquet(folder, labels=[0] * 6), "train: one label only: 0"),
+        (lambda folder: write_parquet(folder, labels=[0] * 6), "train: only one label: 0"),
         (other_labels, "val has labels that .*train lacks: 6, 7"),
-        (one_without_pictures, "one of .*train and .*val has Parquet files and the other one pictures"),
+        (one_without_pictures, "one of .*train and .*val has Parquet files, and the other has pictures"),
     ],
 )  # fmt: skip
 def test_anything_else_is_told(write, words, tmp_path):
@@ -260,8 +260,8 @@ def table(images=None, labels=(0, 1), names=("image", "label")) -> Callable[[Pat
     (lambda path: parquet.write_table(pa.table({"label": [0, 1]}), path), "no column image, only label"),
     (lambda path: parquet.write_table(pa.table({"image": [b"a"]}), path), "no column label, only image"),
     (table(names=("image", "label", "label")), "more than one column label"),
-    (table(labels=["0", "1"]), "the labels are string, and must be whole numbers from 0"),
-    (table(labels=[0.0, 1.0]), "the labels are double, and must be whole numbers from 0"),
+    (table(labels=["0", "1"]), "the labels are string, but must be whole numbers from 0"),
+    (table(labels=[0.0, 1.0]), "the labels are double, but must be whole numbers from 0"),
     (table(labels=[0, None]), "the labels must be whole numbers from 0 .*, not None"),
     (table(labels=[0, -1]), "the labels must be whole numbers from 0 .*, not -1"),
     (table(labels=[0, 1000]), "the labels must be whole numbers from 0 without large gaps, not 1000"),
@@ -307,7 +307,7 @@ def test_a_picture_of_another_mode_gets_the_channels_of_the_first(image, others,
     (encoded("RGB")[:80], "cannot use an image of PATH: "),
     (None, "cannot use an image of PATH: it is missing"),
     (encoded("I;16"), "cannot use an image of PATH: a picture of mode I;16 has more than 8 bits per channel"),
-    (encoded("L", size=(6, 4)), r"PATH is of .* \(1, 4, 6\), and the first image of"),
+    (encoded("L", size=(6, 4)), r"PATH has .* \(1, 4, 6\), but the first image of"),
 ])  # fmt: skip
 @pytest.mark.parametrize("as_struct", [False, True])
 def test_one_image_that_cannot_be_used_names_its_file(image, words, as_struct, tmp_path):

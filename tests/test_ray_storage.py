@@ -85,7 +85,7 @@ def test_a_worker_says_what_it_skips(tmp_path, capsys):
     older, newest = save_with_shards(tmp_path, 4), save_with_shards(tmp_path, 8)
     (newest / "shard-1").write_bytes(b"1" * 1000)
     assert RayRun(str(tmp_path)).load_on_all_ranks(Worker())[0] == str(older)
-    said = f"[rank 0/1] skipped {newest.name} (damaged: shard-1 in it is not as it was written)\n"
+    said = f"[rank 0/1] skipped {newest.name} (damaged: shard-1 has changed since it was written)\n"
     assert capsys.readouterr().out == said
 
 
@@ -142,7 +142,7 @@ def test_of_a_checkpoint_in_a_cloud_only_the_small_file_is_fetched(tmp_path, mon
     monkeypatch.setattr(storage, "file_system", lambda folder: (cloud, folder))
     path, state, skipped = RayRun("").load_newest(Worker())
     assert (Path(path).name, state["progress"]["step"]) == (older.name, 4)
-    assert skipped == [f"{newest.name} (truncated: shard-1 in it is not as it was written)"]
+    assert skipped == [f"{newest.name} (truncated: shard-1 has changed since it was written)"]
 
 
 def writer_of(kind: str, model: torch.nn.Module) -> Callable[[str], None]:
@@ -215,7 +215,7 @@ def test_a_folder_that_this_node_does_not_see(saved, patience_s, tmp_path, monke
         RayRun(str(folder)).check_folder()
     assert now == [0.0]
     run = RayRun(str(tmp_path / "none"))
-    with pytest.raises(OSError, match=r"none is not seen from node .* a folder that all nodes share, or a URI"):
+    with pytest.raises(OSError, match=r"node .* does not see .*none: .* a folder that all nodes share, or a URI"):
         run.check_folder()
     assert now == [patience_s]
     monkeypatch.setattr("shared.distributed.time.sleep", lambda seconds: (tmp_path / "none").mkdir())

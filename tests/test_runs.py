@@ -237,12 +237,12 @@ def test_a_checkpoint_of_another_model_or_data_set_is_refused(args, folder, name
     args = changed(args, resume=True)
     with pytest.raises(ValueError) as caught:
         open_or_resume(args, folder)
-    assert str(caught.value) == f"{path} is of --{name} {saved}, and this run asks for --{name} {getattr(args, name)}"
+    assert str(caught.value) == f"{path} is of --{name} {saved}, but this run asks for --{name} {getattr(args, name)}"
 
 
 @pytest.mark.parametrize("images", ["s3://bucket/images", "/data/images"])
 def test_images_of_your_own_are_named_by_their_own_option(images):
-    with pytest.raises(ValueError, match=f"^PATH is of --data-uri {images}, and this run asks for --dataset digits$"):
+    with pytest.raises(ValueError, match=f"^PATH is of --data-uri {images}, but this run asks for --dataset digits$"):
         runs.Run("", {"dataset": "digits"}).check_options("PATH", {"dataset": images}, Worker())
 
 
@@ -321,7 +321,7 @@ def test_in_the_middle_of_an_epoch_a_progress_does_not_continue_with_different_d
     progress = new_progress(10)
     progress.load_state_dict(new_progress(12).state_dict())  # between two epochs nothing counts samples yet
     progress.record_steps([3.0], [4], 2.0)
-    with pytest.raises(UsageError, match="the epoch began with 10 training samples, and now there are 12"):
+    with pytest.raises(UsageError, match="the epoch began with 10 training samples, but now there are 12"):
         new_progress(12).load_state_dict(progress.state_dict())
     other_order = Progress(progress_options(batch_size=4, epochs=5), Worker(), 10, options={"seed": 1})
     with pytest.raises(

@@ -1,1 +1,1 @@
-"""What needs Ray: starting or joining it, training on its workers, and a run's checkpoints in its storage."""
+"""Code that needs Ray: starting or joining it, training on its workers, and checkpoints in its storage."""

@@ -1,4 +1,4 @@
-"""A Ray cluster without surprises: starting or joining it, asking it for room, and leaving it."""
+"""Start or join a Ray cluster, ask it for CPUs and GPUs, and leave it."""
 
 import contextlib
 import json
@@ -22,26 +22,26 @@ from shared.errors import UsageError
 from shared.paths import ray_temp_dir
 from shared.rendezvous import free_port
 
-AUTOSCALER_WAIT_S = 45  # for a cluster that may grow
-OWN_RAY_ENV: dict[str, str] = {}  # of a Ray that `start` has started: in the environment of each of its processes
-# Ray prints much that has to be ignored. These environment variables of its processes silence that.
+AUTOSCALER_WAIT_S = 45  # the time that a cluster gets to start growing
+OWN_RAY_ENV: dict[str, str] = {}  # every process of the Ray that `start` started has these
+# Ray prints much that has to be ignored. These environment variables of its processes silence it.
 QUIET = {
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",  # would print every line of a worker twice
-    # These two would set a level of their own, and print every report of every worker.
+    # These two would set their own log level, and print every report of every worker.
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_DATA_LOG_LEVEL": "ERROR",  # would print five lines per epoch and data set
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leaves CUDA_VISIBLE_DEVICES alone where no GPU is asked for
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # leaves CUDA_VISIBLE_DEVICES alone if no GPU is asked for
 }
-QUIET_OWN = {  # of a Ray of our own
-    "RAY_USAGE_STATS_ENABLED": "0",  # reports nothing to anybody, and saves Ray Data an actor
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # would watch for machines that a cloud takes back
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a cluster's controller need not look so often
+QUIET_OWN = {  # only for a Ray that we have started
+    "RAY_USAGE_STATS_ENABLED": "0",  # reports no usage, and saves Ray Data an actor
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # would watch for machines that a cloud reclaims
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.5",  # a cluster keeps Ray's longer default
 }
-# Which S3 store, for Ray's processes on all nodes: they have the environment of their node's `ray start`, not ours.
-# Credentials are not forwarded: they belong to the nodes.
+# Tell Ray's processes on all nodes which S3 store to use: they have the environment of their node's `ray start`.
+# Credentials are not forwarded, because they belong to the nodes.
 STORE = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
-# After a node is lost Ray tries as many workers as before: let it see sooner that there is no room for them.
+# After a node is lost, Ray first tries the old number of workers. This timeout lets it give up sooner.
 ELASTIC = {"RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "10"}
 
 
@@ -49,14 +49,18 @@ def start(
     num_workers: int, use_gpu: bool | None = None, spare_cpus: int = 0, dashboard: bool = False, elastic: bool = False,
     packages: Sequence[ModuleType] = (shared,), check_room: bool = True,
 ) -> bool:  # fmt: skip
-    """Join the cluster of RAY_ADDRESS or of an Anyscale workspace, else start a Ray of our own on this machine.
+    """Join a Ray cluster if there is one, otherwise start Ray on this machine. Return whether workers use GPUs.
 
-    Prints one line about it, and returns whether the workers use GPUs: `use_gpu`, or if that is None, whether there are
-    any. num_workers: 0 is Ray's local mode, which needs no Ray. spare_cpus: CPUs needed besides one per worker, as by
-    Ray Data's tasks; with them, local mode starts Ray. dashboard: of a Ray of our own; it is ten more processes.
-    elastic: workers may come and go. packages: sent to the nodes of a cluster, since they have no copy. check_room:
-    whether each worker needs a CPU, and a GPU if it uses one; for other needs the caller checks. Raises UsageError if
-    the address does not answer, or if there are too few CPUs or GPUs and no more to come.
+    The cluster is that of RAY_ADDRESS or of an Anyscale workspace. One line is printed about it.
+    num_workers: 0 is Ray's local mode, which needs no Ray.
+    use_gpu: None means GPUs if there are any.
+    spare_cpus: CPUs needed in addition to one per worker, for example by Ray Data's tasks. With them, local mode starts
+    Ray.
+    dashboard: whether a Ray started here gets one, which is ten more processes.
+    elastic: workers may come and go.
+    packages: modules that the nodes of a cluster lack, so they are sent.
+    check_room: whether each worker needs a CPU, and a GPU if it uses one. A caller with other needs checks them itself.
+    Raises UsageError if the address does not answer, or if there are too few CPUs or GPUs and no more will come.
     """
     if num_workers == 0:
         logging.getLogger("ray.train").setLevel(logging.WARNING)
@@ -64,8 +68,8 @@ def start(
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         if spare_cpus == 0:
             return bool(use_gpu)
-    # Left to itself, ray.init looks for a running Ray by a file that a crash leaves behind, and waits for the dead.
-    # ANYSCALE_CLUSTER_ID is set on the nodes of such a cluster; other ANYSCALE_ variables also on a user's laptop.
+    # By default ray.init looks for a running Ray in a file that a crash leaves behind, and then waits for a dead one.
+    # ANYSCALE_CLUSTER_ID is set on the nodes of such a cluster only. Other ANYSCALE_ variables may be on a laptop too.
     address = os.environ.get("RAY_ADDRESS") or ("auto" if "ANYSCALE_CLUSTER_ID" in os.environ else "local")
     own = address == "local"
     settings = quiet_settings(own, elastic)
@@ -84,24 +88,24 @@ def start(
 
 
 def start_own(num_workers: int, spare_cpus: int, dashboard: bool) -> str | None:
-    """Start a Ray on this machine, which no other Ray here takes for its own; returns its dashboard's address."""
+    """Start Ray on this machine, apart from any other Ray here, and return its dashboard's address."""
     ray_temp_dir()
-    # Ray's helpers look for "the" Ray of a machine, and complain where two run: tell them which one is theirs.
+    # Ray's helpers expect one Ray per machine and complain if two run. These variables say which one is theirs.
     port = str(free_port())
     OWN_RAY_ENV.clear()
     OWN_RAY_ENV.update(RAY_GCS_SERVER_PORT=port, RAY_ADDRESS=f"{ray.util.get_node_ip_address()}:{port}")
-    # Ray counts the CPUs that a container may use. Four workers, and tasks beside them, may be tried on fewer.
+    # Ray counts the CPUs that a container may use. Four workers and their tasks may run on fewer than that.
     here = int(get_num_cpus(override_docker_cpu_warning=True))
     needed = min(num_workers, max(4, here)) + spare_cpus
     options = {"include_dashboard": dashboard} | ({"num_cpus": needed} if needed > here else {})
     if not dashboard:
-        # Ray notes a dashboard's address all the same, 8265 by default. Train's helper that removes the workers of
-        # a dead controller asks there: another Ray's dashboard would answer that it knows no such controller.
+        # Even without a dashboard Ray records an address for it, with port 8265 by default. Ray Train's helper, which
+        # removes the workers of a dead controller, asks there. A different Ray's dashboard would give a wrong answer.
         options["dashboard_port"] = free_port()
     before = os.environ.get("RAY_ADDRESS")
     os.environ.update(OWN_RAY_ENV)
     try:
-        return ray_init("local", log_level="ERROR", **options)  # on a busy laptop Ray warns of its own delays
+        return ray_init("local", log_level="ERROR", **options)  # on a busy laptop Ray would warn of its own delays
     finally:
         for name in OWN_RAY_ENV:
             del os.environ[name]
@@ -109,19 +113,20 @@ def start_own(num_workers: int, spare_cpus: int, dashboard: bool) -> str | None:
 
 
 def join(address: str, settings: dict[str, str], packages: Sequence[ModuleType]) -> str | None:
-    """Join the cluster at `address`; returns its dashboard's address.
+    """Join the cluster at `address`, and return its dashboard's address.
 
-    settings: environment variables for the job's processes. packages: see `start`.
+    settings: environment variables for the job's processes.
+    packages: see `start`.
     """
     OWN_RAY_ENV.clear()
     check_answers(address)
     settings = settings | {name: os.environ[name] for name in STORE if name in os.environ}
     if address != "auto":
         settings = settings | {"RAY_ADDRESS": address}
-    # Ray refuses what a submitted job's own runtime environment sets already, even to the same value.
+    # Ray refuses variables that a submitted job's own runtime environment sets already, even to the same value.
     job = json.loads(os.environ.get(RAY_JOB_CONFIG_JSON_ENV_VAR, "{}")).get("runtime_env") or {}
     settings = {name: value for name, value in settings.items() if name not in (job.get("env_vars") or {})}
-    # A module that is one file is sent as that file, a package as its folder.
+    # A single-file module is sent as its file, a package as its folder.
     files = [Path(package.__file__) for package in packages]
     folders = [str(file.parent if file.name == "__init__.py" else file) for file in files]
     return ray_init(address, log_level="WARNING", runtime_env={"py_modules": folders, "env_vars": settings})
@@ -137,9 +142,9 @@ def ray_init(address: str, log_level: str, **options: object) -> str | None:
 
 
 def require(bundles: list[dict[str, float]], num_workers: int, driver: Worker) -> None:
-    """Raises UsageError if the nodes have too few CPUs or GPUs for `bundles` and no more are to come.
+    """Raise UsageError if the nodes have too few CPUs or GPUs for `bundles` and no more will come.
 
-    bundles: what each of `num_workers` workers and each spare CPU needs.
+    bundles: the needs of each of the `num_workers` workers and of each spare CPU.
     """
     needs = {name: sum(bundle.get(name, 0) for bundle in bundles) for name in ("CPU", "GPU")}
     has = ray.cluster_resources()
@@ -154,40 +159,40 @@ def require(bundles: list[dict[str, float]], num_workers: int, driver: Worker) -
 
 
 def stop() -> None:
-    """Leave the cluster; end a Ray of our own, with every process that it has started."""
+    """Leave the cluster. If Ray was started here, end it with all its processes."""
     started = own_processes()
     ray.shutdown()
     psutil.wait_procs(started, timeout=2)
-    kill(started)  # Ray's agents may outlive it by minutes
+    kill(started)  # otherwise Ray's agents may outlive it by minutes
 
 
 def stop_at_once() -> None:
-    """As `stop`, in a process that is about to end, and from any thread of it."""
-    # Not by ray.shutdown: Ray's own handler of Ctrl-C would start a new Ray, to tell its controller.
+    """Kill the Ray that was started here, if any. Any thread of a process that is about to end may call this."""
+    # ray.shutdown is not used: Ray's own Ctrl-C handler would start a new Ray to notify its controller.
     kill(own_processes())
 
 
 def own_processes() -> list[psutil.Process]:
-    """The processes of the Ray that `start` has started here; other children of this process are none of them."""
+    """Return the processes of the Ray that `start` has started, without other children of this process."""
     found = []
     for process in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):  # ended since
+        with contextlib.suppress(psutil.Error):  # it has ended since
             if OWN_RAY_ENV and process.environ().get("RAY_ADDRESS") == OWN_RAY_ENV["RAY_ADDRESS"]:
-                # Those below it have put their title over their environment, and cannot be told by it.
+                # Its descendants have overwritten their environment with a process title.
                 found += [process, *process.children(recursive=True)]
     return found
 
 
 def kill(processes: list[psutil.Process]) -> None:
-    """SIGKILL to each of them that is still there."""
+    """Send SIGKILL to each process that still exists."""
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def quiet_settings(own: bool, elastic: bool = False) -> dict[str, str]:
-    """Set environment variables for Ray's processes, those that are not set yet, and return them with their values."""
-    # In this process Ray Data has read its variable by now; the other logger says at every start that tokens are on.
+    """Set the quiet environment variables of Ray's processes, unless they are set, and return their values."""
+    # In this process Ray Data has already read its variable. The other logger reports tokens at every start.
     for name in ("ray.data", "ray._private.authentication.authentication_token_setup"):
         logging.getLogger(name).setLevel(logging.ERROR)
     settings = QUIET | (QUIET_OWN if own else {}) | (ELASTIC if elastic else {})
@@ -195,7 +200,10 @@ def quiet_settings(own: bool, elastic: bool = False) -> dict[str, str]:
 
 
 def check_answers(address: str) -> None:
-    """Raises UsageError where nobody listens at HOST:PORT: ray.init would try forever. Other ports get advice."""
+    """Raise UsageError if nothing listens at HOST:PORT, where ray.init would try forever.
+
+    The ports of the dashboard and of Ray Client get advice instead.
+    """
     scheme, _, place = address.rpartition("://")
     host, _, port = place.partition("/")[0].rpartition(":")
     if scheme in ("http", "https") or port == "8265":
@@ -218,23 +226,23 @@ def check_answers(address: str) -> None:
 
 
 def enough(has: dict[str, float], needs: dict[str, float]) -> bool:
-    """Whether there is at least as much of everything as is needed."""
+    """Return whether `has` covers every amount in `needs`."""
     return all(has.get(name, 0) >= amount for name, amount in needs.items())
 
 
 def in_words(resources: dict[str, float]) -> str:
-    """CPUs and GPUs, as people say them."""
+    """Return the number of CPUs and GPUs as a phrase."""
     cpus, gpus = resources.get("CPU", 0), resources.get("GPU", 0)
     return f"{cpus:g} CPU{'s' * (cpus != 1)} and {f'{gpus:g} GPU' if gpus else 'no GPU'}{'s' * (gpus > 1)}"
 
 
 def grows(bundles: list[dict[str, float]], driver: Worker) -> bool:
-    """Ask the cluster for room: for each worker what it needs, on one node, and for what is needed beside them.
+    """Ask the cluster for `bundles`, and return whether it has room or begins to grow.
 
-    Whether it has grown, or has begun to, within AUTOSCALER_WAIT_S seconds.
+    It has AUTOSCALER_WAIT_S seconds. Each bundle must fit on one node.
     """
-    # As Ray Train will; an autoscaler sees it. (A worker on a GPU also needs a CPU to run on, though Ray Train does not
-    # ask for it.)
+    # Ray Train will ask in the same way, and an autoscaler sees the request. A worker on a GPU also needs a CPU,
+    # although Ray Train does not ask for one.
     demand = ray.util.placement_group(bundles)
     deadline = time.monotonic() + AUTOSCALER_WAIT_S
     try:

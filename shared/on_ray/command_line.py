@@ -1,4 +1,4 @@
-"""The options that all training scripts on Ray share."""
+"""Define the options of all training scripts on Ray."""
 
 import argparse
 import os
@@ -14,25 +14,34 @@ SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale clu
 
 
 def ray_parser(description: str, tasks: Sequence[type[Task]], **choices: Sequence[str] | Mapping[str, str]) -> Parser:
-    """The options of every training script, and those of the scripts on Ray. choices: see `training_parser`."""
+    """Return a parser with the options of every training script, and those of the scripts on Ray.
+
+    choices: see `training_parser`.
+    """
     parser = training_parser(description, tasks, **choices)
     parser.set_defaults(storage_path=str(SHARED_FOLDER / "runs") if SHARED_FOLDER.is_dir() else "runs")
     parser.add_argument("--num-workers", type=num_workers, default=2, metavar="N",
         help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
-        help="one GPU per worker (default: if there are any; say so if a cluster has yet to start them)")  # fmt: skip
+        help="one GPU per worker (default: if there are any; give it if a cluster has yet to start them)")  # fmt: skip
     parser.completions.append(refuse_torchrun)
     return parser
 
 
 def refuse_torchrun(options: argparse.Namespace) -> None:
-    """Raises UsageError for workers of Ray in processes that torchrun has started: each would start all of them."""
+    """Raise UsageError if torchrun has started this process and the options ask for Ray workers.
+
+    Each of torchrun's processes would start all of the workers.
+    """
     if options.num_workers not in (0, (0, 0)) and all(name in os.environ for name in FROM_TORCHRUN):
         raise UsageError("Ray starts the processes itself: start with plain python, or give --num-workers 0")
 
 
 def elastic_parser(description: str, tasks: Sequence[type[Task]]) -> Parser:
-    """As `ray_parser`, but --num-workers may be MIN:MAX: `num_workers` is MIN then and `max_workers` MAX."""
+    """Return the parser of `ray_parser`, with MIN:MAX allowed for --num-workers.
+
+    `num_workers` is then MIN, and `max_workers` is MAX.
+    """
     parser = ray_parser(description, tasks)
     parser.add_argument("--num-workers", type=elastic_workers, default="2", metavar="N or MIN:MAX",
         help="training processes; 0: Ray's local mode, in this process, to debug; MIN:MAX: as many as there is room "
@@ -42,7 +51,7 @@ def elastic_parser(description: str, tasks: Sequence[type[Task]]) -> Parser:
 
 
 def worker_range(text: str) -> tuple[int, int]:
-    """N, or MIN:MAX, as the fewest and the most workers. Raises ValueError for anything else."""
+    """Return (fewest, most) workers for a text N or MIN:MAX. Raises ValueError for anything else."""
     fewest, _, most = text.partition(":")
     if ":" in text and int(fewest) < 1:
         raise ValueError(f"{text}: a range begins at 1")
@@ -50,7 +59,7 @@ def worker_range(text: str) -> tuple[int, int]:
 
 
 def split_worker_range(options: argparse.Namespace) -> None:
-    """Make two options of (MIN, MAX): num_workers and max_workers."""
+    """Split the option (MIN, MAX) in two: num_workers and max_workers."""
     options.num_workers, options.max_workers = options.num_workers
 
 

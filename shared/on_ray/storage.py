@@ -1,4 +1,4 @@
-"""A run's checkpoints in Ray's storage: a folder that all nodes see, or a cloud's object store."""
+"""Keep a run's checkpoints in Ray's storage: a folder that all nodes see, or a cloud's object store."""
 
 import argparse
 import contextlib
@@ -28,7 +28,10 @@ SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"  # Ray's own list of a run's 
 
 
 def file_system(folder: str) -> tuple[pyarrow.fs.FileSystem, str]:
-    """What reads and writes a path or a URI, and the path in it. Raises ValueError for a URI that it cannot use."""
+    """Return the file system of a path or a URI, and the path in it.
+
+    Raises ValueError for a URI that cannot be used.
+    """
     try:
         return pyarrow.fs.FileSystem.from_uri(folder)
     except (ValueError, OSError) as error:
@@ -36,18 +39,18 @@ def file_system(folder: str) -> tuple[pyarrow.fs.FileSystem, str]:
 
 
 class RayRun(runs.Run):
-    """A run whose checkpoints are folders that Ray Train has stored, under a path or a URI.
+    """A run whose checkpoints are folders that Ray Train stores under a path or a URI.
 
-    The driver opens it and sends it to the workers.
+    The driver opens the run and sends it to the workers.
     """
 
     local_mode = False  # Ray's local mode stores no checkpoints
 
     @classmethod
     def from_args(cls, args: argparse.Namespace, **more: object) -> "RayRun":
-        """The run that the options ask for. more: what else decides what it computes.
+        """Return the run that the options ask for.
 
-        Raises UsageError for a URI with options in it.
+        more: further values that decide what the run computes. Raises UsageError for a URI with options in it.
         """
         if "://" in args.storage_path and "?" in args.storage_path:
             raise UsageError("--storage-path takes no options after a ?; AWS_ENDPOINT_URL names your own S3 store")
@@ -72,7 +75,7 @@ class RayRun(runs.Run):
         return isinstance(file_system(self.folder)[0], pyarrow.fs.LocalFileSystem)
 
     def list_newest_first(self) -> list[str]:
-        """Paths of its checkpoint folders, readable or not, newest first."""
+        """Return the paths of its checkpoint folders, readable or not, newest first."""
         files, path = file_system(self.folder)
         found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
         return sorted((each.path for each in found if each.base_name.startswith("checkpoint-")), reverse=True)
@@ -83,7 +86,10 @@ class RayRun(runs.Run):
         return [each for each in found if each.endswith(".pt") or each.rpartition("/")[2].startswith(runs.SEARCH)]
 
     def load_newest(self, worker: Worker) -> tuple[str | None, dict | None, list[str]]:
-        """As `Run.load_newest`, of the checkpoints that `report` has made. worker: logs how far a long check is."""
+        """Return what `Run.load_newest` returns, for the checkpoints that `report` has made.
+
+        worker: logs the progress of a long check.
+        """
 
         def load(path: str) -> dict:
             state = self.load(path)
@@ -93,18 +99,22 @@ class RayRun(runs.Run):
         return checkpoint.first_readable(self.list_newest_first(), load)
 
     def load(self, path: str) -> dict:
-        """The state in a checkpoint's folder, without the slices beside it. Raises ValueError if it is damaged."""
+        """Return the state in a checkpoint's folder, without the slices next to it.
+
+        Raises ValueError if it is damaged.
+        """
         if self.on_this_disk:
             return checkpoint.load(Path(path) / STATE_FILE)
-        with tempfile.TemporaryDirectory() as local:  # from a cloud only this small file is fetched
+        with tempfile.TemporaryDirectory() as local:  # only this small file is fetched from a cloud
             copy = Path(local) / STATE_FILE
             pyarrow.fs.copy_files(f"{path}/{STATE_FILE}", str(copy), source_filesystem=file_system(self.folder)[0])
             return checkpoint.load(copy)
 
     def verify(self, path: str, written: dict[str, list[int]], log: Callable[[str], None] = lambda line: None) -> None:
-        """Raises ValueError if a file of a checkpoint's folder is not as it was `written` (`sharded.file_checksums`).
+        """Raise ValueError if a file of a checkpoint's folder is not as it was `written`.
 
-        In a cloud only sizes are compared: the store itself keeps checksums of uploads. log: see `file_checksums`.
+        In a cloud only sizes are compared, because the store itself verifies uploads.
+        written, log: see `sharded.file_checksums`.
         """
         if self.on_this_disk:
             sharded.verify(written, sharded.file_checksums(path, written, log))
@@ -114,10 +124,11 @@ class RayRun(runs.Run):
             sharded.verify({name: entry[:1] for name, entry in written.items()}, sizes)
 
     def make_folder(self) -> None:
-        """Make the folder where it is missing, and remove Ray's list of its checkpoints if it is wrong. Raises OSError.
+        """Make the folder if it is missing, and delete Ray's list of checkpoints if it is wrong.
 
-        Ray refuses to continue where its list is damaged or names a checkpoint that is gone. The checkpoints themselves
-        hold all that a run needs, so such a list is deleted, and Ray starts a new one.
+        Ray refuses to continue if its list is damaged or names a checkpoint that is gone. The checkpoints themselves
+        hold everything that a run needs, so the list can be deleted, and Ray starts a new one. Raises OSError if the
+        folder cannot be written to.
         """
         files, path = file_system(self.folder)
         files.create_dir(path, recursive=True)
@@ -143,7 +154,7 @@ class RayRun(runs.Run):
         info = files.get_file_info(f"{path}/{name}")
         try:
             return (files.open_input_stream(info.path).read().decode(), info.mtime_ns / 1e9) if info.is_file else None
-        except FileNotFoundError:  # deleted a moment ago
+        except FileNotFoundError:  # it was deleted a moment ago
             return None
 
     def delete_file(self, name: str) -> None:
@@ -152,9 +163,9 @@ class RayRun(runs.Run):
             files.delete_file(f"{path}/{name}")
 
     def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
-        """As `Run.open_or_resume`, for the driver, before it starts a worker.
+        """Do what `Run.open_or_resume` does, on the driver, before it starts a worker.
 
-        Raises ValueError for --resume in local mode.
+        In local mode only --metrics-out is checked. Raises ValueError for --resume in local mode.
         """
         if not self.local_mode:
             return super().open_or_resume(args, worker)
@@ -163,17 +174,17 @@ class RayRun(runs.Run):
         return runs.check_metrics_out(args)
 
     def probe(self) -> str | None:
-        """Why this node cannot use the run's folder; None if it can."""
+        """Return why this node cannot use the run's folder, or None if it can."""
         try:
             files, path = file_system(self.folder)
             missing = files.get_file_info(path).type == pyarrow.fs.FileType.NotFound
-            return "the folder that the driver has made is not there" if missing else None
+            return "it does not see the folder that the driver has made" if missing else None
         except (OSError, ValueError) as error:
             return str(error).splitlines()[0]
 
     @property
     def patience_s(self) -> int:
-        """How many seconds a worker waits for files: longer if they were there before, when something was saved."""
+        """The seconds that a worker waits for missing files: longer if something was saved before."""
         return 0 if self.local_mode else 60 if self.has_saved else 10
 
     @property
@@ -182,27 +193,30 @@ class RayRun(runs.Run):
         return self.resumed_from is not None or ray.train.get_checkpoint() is not None
 
     def check_folder(self) -> None:
-        """Raises OSError on a node that does not see the run's folder, which the driver has made.
+        """Raise OSError on a node that does not see the run's folder, which the driver has made.
 
-        The folder of a node that has just started may be mounted a moment later: it waits for `patience_s`.
+        A new node may mount the folder a moment late, so this waits for `patience_s` seconds.
         """
 
         def look() -> None:
             if not self.local_mode and "://" not in self.folder and not os.path.isdir(self.folder):
                 raise OSError(
-                    f"{self.folder} is not seen from node {socket.gethostname()}: "
+                    f"node {socket.gethostname()} does not see {self.folder}: "
                     "--storage-path must be a folder that all nodes share, or a URI such as s3://BUCKET/runs"
                 )
 
         retry(look, self.patience_s)
 
     def load_on_all_ranks(self, worker: Worker) -> tuple[str | None, dict | None]:
-        """(path, state) of the newest readable checkpoint, on every rank; (None, None) before the first. Collective.
+        """Return (path, state) of the newest readable checkpoint, on every rank. Collective.
 
-        The ranks share the work of checking files. Rank 0 reports what was skipped. Raises OSError if none can be read
-        although the driver has read one or Ray has stored one: Ray then starts the workers again, as often as
-        `max_failures` says. Starting from scratch would push out checkpoints that are good once the storage is back. (A
-        worker that dies in the first upload leaves an unreadable checkpoint, and nothing is lost.)
+        Before the first checkpoint it returns (None, None). The ranks share the work of checking files, and rank 0
+        reports what was skipped.
+
+        Raises OSError if no checkpoint is readable although the driver has read one or Ray has stored one. Ray then
+        starts the workers again, as often as `max_failures` says. Starting from scratch would push out checkpoints that
+        may be good once the storage is back. A worker that dies in the first upload also leaves an unreadable
+        checkpoint, but then nothing is lost.
         """
         if self.local_mode:
             return None, None
@@ -213,7 +227,7 @@ class RayRun(runs.Run):
                     state = self.load(path) if worker.rank == 0 else None
                 files = from_rank_zero(state and state.get("files", {}))
                 with fail_together():
-                    if path != self.resumed_from:  # which the driver has checked
+                    if path != self.resumed_from:  # the driver has checked that one
                         self.verify(path, dict(list(files.items())[worker.rank :: worker.world_size]))
                 return from_rank_zero((path, state))
             except UsageError as error:
@@ -225,7 +239,7 @@ class RayRun(runs.Run):
         return None, None
 
     def report(self, state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
-        """As `report` below, if this run may still be written to. Collective.
+        """Report as the function `report` does, if this run may still be written to. Collective.
 
         Raises UsageError, on every rank, if weights are not finite or a different process has taken over the run.
         """
@@ -238,9 +252,9 @@ class RayRun(runs.Run):
 
     @contextlib.contextmanager
     def fetch_on_all_ranks(self, worker: Worker) -> Iterator[tuple[str | None, dict | None]]:
-        """As `load_on_all_ranks`, but the path is a folder that this node can read.
+        """Yield what `load_on_all_ranks` returns, with the path of a folder that this node can read.
 
-        If the storage is not a folder that the node sees, the checkpoint is copied to the node, once.
+        If the node does not see the storage as a folder, the checkpoint is copied to the node, once. Collective.
         """
         path, state = self.load_on_all_ranks(worker)
         if path is None:
@@ -252,19 +266,20 @@ class RayRun(runs.Run):
 
 
 def temporary_prefix() -> str:
-    """How the path of a temporary folder begins; a process number and _ follow.
+    """Return the beginning of a temporary folder's path; a process ID and _ follow.
 
-    Containers may share /tmp and a host name. Their processes have numbers of their own, as the namespace tells.
+    Containers may share /tmp and a host name, but number their processes independently. So the prefix names the PID
+    namespace.
     """
     name = f"ray-train-checkpoint-{socket.gethostname()}-{pid_namespace()}_"
     return os.path.join(tempfile.gettempdir(), name)
 
 
 def new_folder() -> tempfile.TemporaryDirectory:
-    """A folder on this node for one checkpoint, on its way to the storage.
+    """Return a temporary folder on this node for one checkpoint, on its way to the storage.
 
-    Ray kills the workers of a run that lost one. What such a process was writing is deleted here by the next one that
-    saves, or some failures later the disk would be full.
+    When a worker dies, Ray kills the others too, and they may leave half-written folders. The next process that saves
+    deletes these here. Otherwise a few failures would fill the disk.
     """
     prefix = temporary_prefix()
     for folder in glob.glob(f"{glob.escape(prefix)}*_*"):
@@ -274,10 +289,10 @@ def new_folder() -> tempfile.TemporaryDirectory:
 
 
 def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], None] | None = None) -> None:
-    """Rank 0 writes `state`, and Ray copies it to the run's storage, together with `metrics`. Collective.
+    """Write `state` on rank 0, and let Ray copy it to the run's storage, together with `metrics`. Collective.
 
-    write: called on every rank with a folder, for its own part of a sharded checkpoint. It raises, on every rank, if
-    weights are not finite: `state` then records that they were, since `load` reads only the small file.
+    write: called on every rank with a folder, to write its own part of a sharded checkpoint. It raises, on every rank,
+    if weights are not finite. So `state` records that they were finite, because `load` reads only the small file.
     """
     with new_folder() as folder:
         if write is not None:
@@ -289,28 +304,31 @@ def report(state: dict, metrics: dict, worker: Worker, write: Callable[[str], No
             state = {**state, "files": files, "finite": True}
         if worker.rank == 0:
             checkpoint.save_safely(state, Path(folder) / STATE_FILE)
-        # A resumed run may come to the same step again: the name must still be new.
+        # A resumed run may reach the same step again, and the name must still be new.
         name = f"checkpoint-{state['progress']['step']:08d}-{uuid.uuid4().hex[:8]}"
         reported = ray.train.Checkpoint.from_directory(folder) if worker.rank == 0 or write is not None else None
         ray.train.report(metrics, checkpoint=reported, checkpoint_dir_name=name)
 
 
 class MetricsFile(ray.train.UserCallback):
-    """Writes --metrics-out while a run is training. Ray's controller calls it, on the driver's machine."""
+    """A callback that writes --metrics-out while a run is training.
+
+    Ray's controller calls it, on the driver's machine.
+    """
 
     def __init__(self, path: str | None, lines: list[dict]) -> None:
-        # To a device the driver writes all lines at the end, once.
+        # A device gets all lines once, at the end, from the driver.
         self.path = os.path.abspath(path) if path and not Path(path).is_char_device() else None
         self.lines = lines
 
     def after_report(self, run_context: object, metrics: list[dict], checkpoint: ray.train.Checkpoint | None) -> None:
         """Add the line of the epoch that rank 0 reports, or replace an earlier one.
 
-        Epoch 0 has none: what is saved before the first step, or inside an epoch.
+        A report for epoch 0 has no line: it is a save before the first step, or inside an epoch.
         """
         line = metrics[0]
         if line["epoch"] > 0 and self.path:
-            if len(self.lines) < line["epoch"] - 1:  # an earlier controller has written them
+            if len(self.lines) < line["epoch"] - 1:  # an earlier controller has written the lines
                 self.lines = [json.loads(text) for text in Path(self.path).read_text().splitlines()]
             self.lines = [*self.lines[: line["epoch"] - 1], line]
             write_metrics(self.path, self.lines)

@@ -1,4 +1,4 @@
-"""Ray Train's workers: who they are, what they run, and in one line why they failed."""
+"""Run training on Ray Train's workers, and report in one line why it failed."""
 
 import argparse
 import contextlib
@@ -25,21 +25,25 @@ MAX_FIT_ATTEMPTS = 4
 
 
 def num_processes(num_workers: int) -> int:
-    """How many processes train, at least: the workers, or in local mode this one and its siblings under torchrun."""
+    """Return the smallest number of processes that train.
+
+    In local mode these are this process and its siblings under torchrun.
+    """
     return num_workers or int(os.environ.get("WORLD_SIZE", 1))
 
 
 def current_worker() -> Worker:
-    """Who this Ray Train worker is: Ray has made the process group and chosen the device."""
+    """Return who this Ray Train worker is. Ray has made the process group and chosen the device."""
     context = ray.train.get_context()
     return Worker(context.get_world_rank(), context.get_local_rank(), context.get_world_size(), get_device())
 
 
 def on_workers(train: Callable[..., object]) -> Callable[[dict], object]:
-    """What TorchTrainer runs on every worker: `train`, with its config as keyword arguments, and its worker.
+    """Return the function that TorchTrainer runs on every worker.
 
-    A user's mistake is returned, for `fit` to raise. If a worker raised it, Ray would start them all again. It does so
-    for files that are missing although the run has saved something: they were there before, and may come back.
+    It calls `train` with its config as keyword arguments, and with its worker. It returns a user's mistake, so that
+    `fit` can raise it: if a worker raised it, Ray would start all workers again. It raises OSError if files are missing
+    although the run has saved something. Then Ray should start the workers again, because the files may come back.
     """
 
     def train_worker(config: dict) -> object:
@@ -54,7 +58,7 @@ def on_workers(train: Callable[..., object]) -> Callable[[dict], object]:
 
 
 class NodeTorchConfig(TorchConfig):
-    """Ray Train's TorchConfig, where gloo connects the workers by their nodes' addresses in Ray."""
+    """Ray Train's TorchConfig, with gloo connecting the workers by their nodes' addresses in Ray."""
 
     @property
     def backend_cls(self) -> type:
@@ -62,7 +66,7 @@ class NodeTorchConfig(TorchConfig):
 
 
 class NodeBackend(TorchConfig().backend_cls):
-    """Chooses gloo's network interface on each worker before the process group is made."""
+    """A back end that chooses gloo's network interface on each worker before the process group is made."""
 
     def on_start(self, worker_group: object, backend_config: TorchConfig) -> None:
         worker_group.execute(lambda: choose_gloo_interface(ray.util.get_node_ip_address()))
@@ -70,9 +74,10 @@ class NodeBackend(TorchConfig().backend_cls):
 
 
 def check_storage(run: RayRun) -> None:
-    """Raises UsageError, naming the node and the reason, if a node of a cluster cannot use the run's object store.
+    """Raise UsageError if a node of a cluster cannot use the run's object store.
 
-    Ray Train's own processes would die of it without a word of the store.
+    The message gives the node and the reason. Otherwise Ray Train's own processes would die without a word about the
+    store.
     """
     if run.local_mode or cluster.OWN_RAY_ENV or "://" not in run.folder:
         return
@@ -92,7 +97,7 @@ def check_storage(run: RayRun) -> None:
 
 
 def living_nodes() -> dict[str, str]:
-    """Host name and address of each node that is there, by its id."""
+    """Return the host name and address of each living node, by its ID."""
     return {
         node["NodeID"]: f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
         for node in ray.nodes()
@@ -103,9 +108,10 @@ def living_nodes() -> dict[str, str]:
 def build_trainer(
     train: Callable[..., object], config: dict, args: argparse.Namespace, run: RayRun, use_gpu: bool, **data: object
 ) -> TorchTrainer:
-    """The TorchTrainer that train_ray_ddp.py builds step by step, for a fixed number of workers.
+    """Return the TorchTrainer that train_ray_ddp.py builds step by step, for a fixed number of workers.
 
-    train: what every worker runs, with `config` as keyword arguments. data: data sets, and how they are dealt.
+    train: what every worker runs, with `config` as keyword arguments.
+    data: data sets, and how they are dealt.
     """
     return TorchTrainer(
         on_workers(train),
@@ -124,9 +130,9 @@ def build_trainer(
 
 
 def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
-    """Call `trainer.fit()`, and return what the workers return: their metrics. Raises UsageError and RunFailed.
+    """Call `trainer.fit()`, and return the metrics that the workers return.
 
-    Afterwards a different process may continue the run.
+    Afterwards a different process may continue the run. Raises UsageError and RunFailed.
     """
     try:
         check_storage(run)
@@ -136,10 +142,10 @@ def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
 
 
 def fit_until_done(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
-    """Call `trainer.fit()` until it returns, MAX_FIT_ATTEMPTS times at most.
+    """Call `trainer.fit()` until it returns, at most MAX_FIT_ATTEMPTS times.
 
-    Ray Train replaces a worker that dies while it trains, as often as `max_failures` says. One that dies while the
-    workers are being started, or started again, ends `fit` in ray 2.60, and so does the death of Ray's controller.
+    Ray Train replaces a worker that dies while it trains, as often as `max_failures` says. Two other deaths end `fit`
+    in ray 2.60: that of a worker while the workers are being started or restarted, and that of Ray's controller.
     Nothing is wrong with the run then, and it continues from its newest checkpoint.
     """
     for attempt in range(1, MAX_FIT_ATTEMPTS + 1):
@@ -155,30 +161,30 @@ def fit_until_done(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[d
                 raise RunFailed(f"{reason}. {run.resume_hint()}") from None
             again = f"({attempt} of {MAX_FIT_ATTEMPTS - 1})"
             driver.log(f"{reason}; starting the workers again from the newest checkpoint {again}")
-            with contextlib.suppress(OSError):  # if the storage is away, the next fit meets the same error
+            with contextlib.suppress(OSError):  # if the storage is unreachable, the next fit gets the same error
                 run.make_folder()
             remove_leftover_placement_groups()
 
 
 def remove_leftover_placement_groups() -> None:
-    """Free the CPUs and GPUs that a worker group of this job still holds because it died while it started."""
+    """Free the CPUs and GPUs that a worker group of this job still holds after it died while starting."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in ray.util.placement_group_table().items():
-        if name.endswith(job) and group["state"] != "REMOVED":  # a group's name ends with that of its job
+        if name.endswith(job) and group["state"] != "REMOVED":  # a group's name ends with its job's ID
             ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(name)))
 
 
 def reason_of(error: Exception) -> str:
-    """Why training failed, in one line. If a worker's own code failed, its traceback goes to stderr."""
+    """Return in one line why training failed. If a worker's own code failed, its traceback goes to stderr."""
     if isinstance(error, RayActorError):
         return f"a worker or Ray's controller died where Ray Train does not replace it ({type(error).__name__})"
     if not isinstance(error, ray.train.WorkerGroupError):
         return f"Ray Train failed: {str(error).splitlines()[0]}"
     rank, failure = min(error.worker_failures.items())
     if isinstance(failure, RayActorError):
-        return f"the worker of rank {rank} died, and workers were replaced as often as max_failures says"
+        return f"the worker of rank {rank} died, and max_failures allows no more replacements"
     print(failure, file=sys.stderr)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(failure)).strip().splitlines()
-    # A traceback may be followed by warnings of a library: the reason is its last line that names an exception.
+    # A library's warnings may follow a traceback. The reason is the last line that names an exception.
     reasons = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Timeout|Interrupt)\b", line)]
     return f"the worker of rank {rank} failed: {(reasons or lines)[-1]}"
