@@ -1,6 +1,7 @@
 """Start and end a training script: one line for a mistake, a clean end on Ctrl-C, SIGTERM and SIGHUP."""
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -71,6 +72,9 @@ def run_main(main: Callable[[], None], describe: Callable[[Exception], str] = st
     describe: returns the message of such an error, for a program whose options have other names. If rank 0 has no such
     error and the ranks have not met yet, the first process of a node that has one prints it.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # In a file or a pipe lines would wait in a buffer, those of Ray's workers too, and a kill would lose them.
+        sys.stdout.reconfigure(line_buffering=True)
     try:
         try:
             main()

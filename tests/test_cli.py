@@ -385,3 +385,11 @@ def test_paths_of_this_machine_are_no_uris_and_know_the_home(option, monkeypatch
         parser.parse_args([option, "s3://bucket/it"])
     assert vars(parser.parse_args([option, "~/it"]))[option[2:].replace("-", "_")] == "/the/home/it"
     assert parser.parse_args(["--storage-path", "~/runs"]).storage_path == "/the/home/runs"
+
+
+def test_a_killed_script_has_written_its_lines():
+    """Those that Ray forwards from the workers are printed without a flush."""
+    code = "import os; from shared import script; script.run_main(lambda: (print('a line'), os._exit(0)))"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout == "a line\n", done.stderr
