@@ -76,7 +76,8 @@ lab: .venv/installed
 	$(BIN)/jupyter lab --allow-root --LabApp.default_url=/lab/tree/$(FIRST_LESSON) $(LAB_ARGS)
 
 # Three test files at a time on two cores: much of a test is waiting for processes to start, or for one of them to die.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=900
+# Unbuffered: scripts that tests fork inherit it, and one that is killed has still written its lines.
+PYTEST := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=900
 
 test: .venv/installed-dev
 	$(PYTEST) -n 3 $(PYTEST_ARGS) tests 0*-*/
