@@ -56,14 +56,19 @@ def expect_close(seen: float, expected: float, what: str, tolerance: float = 1e-
         raise Wrong(f"{what} is {shown[0]}, expected {shown[1]}. {hint}".strip())
 
 
+def refuse_stub(script: str | Path) -> None:
+    """Raise NotImplementedError if the script still holds the stub's line: there is no need to start it."""
+    if Path(script).is_file() and re.search(r"^ *raise NotImplementedError", Path(script).read_text(), re.MULTILINE):
+        raise NotImplementedError
+
+
 def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 240) -> list[str]:
     """Run a script with `nproc` ranks under torchrun, on CPUs, and return what each rank printed.
 
     Raises NotImplementedError where the script did, and Wrong with the end of its errors, or for a hang of `timeout`
     seconds.
     """
-    if Path(path).is_file() and re.search(r"^raise NotImplementedError", Path(path).read_text(), flags=re.MULTILINE):
-        raise NotImplementedError  # the stub as it was given: no need to start it
+    refuse_stub(path)
     with tempfile.TemporaryDirectory() as logs:
         # Each rank prints into a file of its own: in a common one their lines would run into each other.
         options = ["--standalone", "--nproc-per-node", str(nproc), "--redirects", "1", "--log-dir", logs]
