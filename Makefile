@@ -84,7 +84,7 @@ test: .venv/installed-dev
 
 # A lesson on torchrun, Ray Train, DeepSpeed, two nodes, bugs; the small runs; all tests that start few processes.
 SMOKE_LESSONS := $(addsuffix .ipynb,01-ddp-pytorch-only/02_ranks_and_collectives 02-ddp-pytorch-ray/01_ray_train \
-	03-fsdp-deepspeed/03_deepspeed_zero 04-ray-in-production/04_communication 05-bug-gallery/01_bug_gallery)
+	03-fsdp-deepspeed/04_deepspeed_zero 04-ray-in-production/04_communication 05-bug-gallery/01_bug_gallery)
 SLOW_TESTS := $(foreach name,autoscale bench book check_regression checks_1_2 checks_1_3 checks_3_2 checks_5_1 cluster commands \
 	distributed elastic launcher network old_checkpoints planted_faults program train troubleshooting,tests/test_$(name)%.py)
 

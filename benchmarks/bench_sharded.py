@@ -2,7 +2,7 @@
 
 1. Tokens per second of each over plain DDP, in alternating runs; state and peak bytes per rank; the last loss.
 2. How long a sharded checkpoint stops training, saved synchronously and asynchronously.
-3. Bytes sent and checkpoints, by running lesson 3.4 and taking its table.
+3. Bytes sent and checkpoints, by running lesson 3.5 and taking its table.
 
 Writes sharded-DATE-DEVICE.md and .json. Uses GPUs if there are two.
 """
@@ -26,7 +26,7 @@ from shared import measure, models
 
 PRESET, BATCH_SIZE, STEPS = ("124m", 32, 20) if torch.cuda.device_count() >= 2 else ("nano", 32, 20)
 WINDOWS = 1280  # per epoch in the scripts
-LESSON = ROOT / "03-fsdp-deepspeed/04_choosing.ipynb"
+LESSON = ROOT / "03-fsdp-deepspeed/05_choosing.ipynb"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 FSDP2, ZERO = "train_ray_fsdp2.py", "train_ray_deepspeed.py"
 STRATEGIES = {
@@ -86,7 +86,7 @@ def strategies(repeats: int) -> dict:
 
 
 def lesson_table() -> str:
-    """Run lesson 3.4 and return the table of its section 7 in Markdown."""
+    """Run lesson 3.5 and return the table of its section 7 in Markdown."""
     lesson = nbformat.read(LESSON, as_version=4)
     NotebookClient(lesson, timeout=600, resources={"metadata": {"path": LESSON.parent}}).execute()
     outputs = [output.get("data", {}) for cell in lesson.cells for output in cell.get("outputs", [])]
@@ -141,7 +141,7 @@ and for **{save["async_still"]:.3f} s** while it begins to save asynchronously; 
 {save["steps_meanwhile"]:.2f} s instead of {save["steps_alone"]:.2f} s, since the writing goes on beside them. The
 asynchronous save over the synchronous: **{stall_ratio:.2f}**, goal below 0.50: {reached(stall_ratio < 0.5)}.
 
-## The table of lesson 3.4
+## The table of lesson 3.5
 
 Two Ray workers, global batch 16, eight steps of each strategy in one worker group. (Few steps on a smaller batch: for
 speeds take the first table, which has longer runs in turn.)

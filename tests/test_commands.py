@@ -619,8 +619,8 @@ RUN_BY = {
     r"python train_ray_fsdp2\.py --num-workers 0 .*": (
         "tests/test_train_ray_gpt.py::test_fsdp2_computes_what_one_process_computes"
     ),
-    r"python .*train_ray_ddp\.py --num-workers 2 --dataset text": "03-fsdp-deepspeed/04_choosing.ipynb",
-    r"python train_ray_deepspeed\.py --num-workers 2 .*": "03-fsdp-deepspeed/03_deepspeed_zero.ipynb",
+    r"python .*train_ray_ddp\.py --num-workers 2 --dataset text": "03-fsdp-deepspeed/05_choosing.ipynb",
+    r"python train_ray_deepspeed\.py --num-workers 2 .*": "03-fsdp-deepspeed/04_deepspeed_zero.ipynb",
     r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"python elastic\.py .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",

@@ -293,13 +293,13 @@ def exercise_3_2c(collectives: Callable[[int, int, bool, bool], tuple[int, int]]
         raise Wrong(f"{call} is {expected}, you say {tuple(seen)}. {hint}")
 
 
-# --- Lesson 3.3: DeepSpeed ZeRO --------------------------------------------------------------------------------------
+# --- Lesson 3.4: DeepSpeed ZeRO --------------------------------------------------------------------------------------
 
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
-@exercise("3.3a", "two numbers are chosen, the third follows, and nobody can contradict them.")
-def exercise_3_3a(fill_in: Callable[[dict, int, int, int], dict]) -> None:
+@exercise("3.4a", "two numbers are chosen, the third follows, and nobody can contradict them.")
+def exercise_3_4a(fill_in: Callable[[dict, int, int, int], dict]) -> None:
     """fill_in(settings, global_batch, accumulation, world_size) -> new settings with DeepSpeed's three batch sizes."""
     given = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}, "zero_optimization": {"stage": 2}}
     for global_batch, accumulation, world_size in ((64, 1, 2), (64, 4, 2), (96, 2, 8), (8, 8, 1)):
@@ -338,8 +338,8 @@ def exercise_3_3a(fill_in: Callable[[dict, int, int, int], dict]) -> None:
         raise Wrong(f"no ValueError, although {why}")
 
 
-@exercise("3.3b", "you know what DeepSpeed keeps, and when.")
-def exercise_3_3b(kept_bytes: Callable[[int, str, int, bool], float]) -> None:
+@exercise("3.4b", "you know what DeepSpeed keeps, and when.")
+def exercise_3_4b(kept_bytes: Callable[[int, str, int, bool], float]) -> None:
     """kept_bytes(stage, precision, num_ranks, more_to_come) -> bytes a parameter on each rank after backward."""
     for stage in range(4):
         for precision, size in (("fp32", 4), ("bf16", 2)):
@@ -362,7 +362,7 @@ def exercise_3_3b(kept_bytes: Callable[[int, str, int, bool], float]) -> None:
 def loss_scales(
     overflows: list[bool], scale: float, window: int, hysteresis: int, minimum: float, fault: str = ""
 ) -> list[float]:
-    """The loss scale that each step uses, by the rule of exercise 3.3c; `fault`: with one mistake in it."""
+    """The loss scale that each step uses, by the rule of exercise 3.4c; `fault`: with one mistake in it."""
     used, good, patience = [], 0, hysteresis
     for overflow in overflows:
         used.append(scale)
@@ -396,8 +396,8 @@ FAULTS = {
 }
 
 
-@exercise("3.3c", "as high as it goes, and no step is taken with a gradient that isn't one.")
-def exercise_3_3c(scales: Callable[[list[bool], float, int, int, float], list[float]]) -> None:
+@exercise("3.4c", "as high as it goes, and no step is taken with a gradient that isn't one.")
+def exercise_3_4c(scales: Callable[[list[bool], float, int, int, float], list[float]]) -> None:
     """scales(overflows, scale, window, hysteresis, minimum) -> the loss scale that each step uses."""
     for steps, scale, window, hysteresis, minimum in (
         ("..........", 8.0, 4, 1, 1.0),
@@ -424,11 +424,11 @@ def exercise_3_3c(scales: Callable[[list[bool], float, int, int, float], list[fl
             raise Wrong(f"{what} the scales are {shown[0]}; you say {shown[1]}. {hint}".strip())
 
 
-# --- Lesson 3.4: choosing --------------------------------------------------------------------------------------------
+# --- Lesson 3.5: choosing --------------------------------------------------------------------------------------------
 
 
-@exercise("3.4a", "the least that fits.")
-def exercise_3_4a(choose: Callable[[float, int, float, float], str | None]) -> None:
+@exercise("3.5a", "the least that fits.")
+def exercise_3_5a(choose: Callable[[float, int, float, float], str | None]) -> None:
     """choose(num_parameters, num_gpus, gpu_bytes, activation_bytes) -> the first of ddp, zero-2, fsdp2 that fits."""
     for parameters, gpus, memory, activations, expected in (
         (1e9, 8, 80e9, 20e9, "ddp"), (5e9, 8, 80e9, 20e9, "zero-2"), (13e9, 8, 80e9, 20e9, "fsdp2"),
@@ -448,8 +448,8 @@ def exercise_3_4a(choose: Callable[[float, int, float, float], str | None]) -> N
         raise Wrong(f"{call} is {expected!r}, you say {seen!r}. {hint}")
 
 
-@exercise("3.4b", "accumulation is free of traffic for DDP, and not for FSDP2.")
-def exercise_3_4b(bytes_sent: Callable[[str, int, int, int], float]) -> None:
+@exercise("3.5b", "accumulation is free of traffic for DDP, and not for FSDP2.")
+def exercise_3_5b(bytes_sent: Callable[[str, int, int, int], float]) -> None:
     """bytes_sent(strategy, num_parameters, num_gpus, accumulation) -> bytes that a rank sends for an optimizer step."""
     for strategy, parameters, gpus, accumulation in (
         ("ddp", 1_000_000, 2, 1), ("ddp", 1_000_000, 8, 4), ("fsdp2", 1_000_000, 2, 1), ("fsdp2", 1_000_000, 8, 4),
