@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from shared import models
+from shared.checks.chapter_1 import run_ranks
 from shared.checks.machinery import Wrong, exercise, expect_close, expect_success, refuse_stub, run_command, run_script
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
@@ -149,81 +150,122 @@ def exercise_2_1b(diagnose: Callable[[], dict[str, str]]) -> None:
 # --- Lesson 2.2: nothing changed but the launcher --------------------------------------------------------------------
 
 
-@exercise("2.2a", "a start-up is paid once, a rate with every sample.")
-def exercise_2_2a(break_even: Callable) -> None:
-    """break_even((startup_s, rate), (startup_s, rate)) -> samples from which on the second is done no later."""
-    for plain, cluster, expected, why in (
-        # Powers of two are exact in floating point: an answer that is rounded up is as good.
-        ((5.0, 128.0), (30.0, 256.0), 6400, "after 6,400 samples both are done at 55 s"),
-        ((5.0, 64.0), (29.0, 128.0), 3072, "after 3,072 samples both are done at 53 s"),
-        ((5.0, 100.0), (30.0, 100.0), math.inf, "at the same rate it never makes up for its start"),
-        ((5.0, 100.0), (30.0, 80.0), math.inf, "it starts later and is slower: it never catches up"),
-        ((30.0, 100.0), (5.0, 200.0), 0, "it is ahead from the start, and stays ahead"),
-        ((5.0, 100.0), (5.0, 100.0), 0, "both are equal, so it is never behind"),
-        ((30.0, 200.0), (5.0, 100.0), math.inf, "it begins sooner, but in the end it is always behind"),
-    ):
-        call = f"break_even({plain}, {cluster})"
-        try:
-            seen = break_even(plain, cluster)
-        except ZeroDivisionError:
-            raise Wrong(f"{call} divides by zero. Expected {expected}: {why}") from None
-        expect_close(seen, expected, call, hint=f"See: {why}.")
-
-
-STACKS = {
-    "validation": (
-        [
-            ["all_reduce (torch/distributed.py:90)", "global_sum (shared.py:31)", "evaluate (train.py:80)"],
-            ["wait (torch/work.py:12)", "all_reduce (torch/distributed.py:90)", "evaluate (train.py:80)"],
-            ["read (socket.py:700)", "get (requests.py:5)", "log_to_server (train.py:95)", "main (train.py:20)"],
-            ["evaluate (train.py:80)", "main (train.py:20)"],
-        ],
-        [2],
-    ),
-    "the first rank": (
-        [
-            ["sleep (train.py:51)", "train_epoch (train.py:40)"],
-            ["backward (torch/autograd.py:8)", "train_epoch (train.py:44)", "main (train.py:21)"],
-            ["wait (torch/work.py:12)", "backward (torch/autograd.py:8)", "train_epoch (train.py:44)"],
-            ["wait (torch/work.py:12)", "backward (torch/autograd.py:8)", "train_epoch (train.py:44)"],
-        ],
-        [0],
-    ),
-    "all at one place": (
-        [[f"step_{depth} (torch/x.py:{depth})" for depth in range(rank)] + ["save (train.py:99)"] for rank in range(4)],
-        [],
-    ),
-    "another line of the same function": (
-        [
-            *([["wait (torch/work.py:12)", "train_epoch (train.py:44)"]] * 3),
-            ["wait (torch/work.py:12)", "train_epoch (train.py:47)"],
-        ],
-        [3],
-    ),
-    "two of six": ([["x (train.py:7)"], *([["y (torch/y.py:1)", "z (train.py:9)"]] * 4), ["x (train.py:7)"]], [0, 5]),
+HUNG_JOBS = {"A": (2, "left the loop"), "B": (1, "waits for data"), "C": (None, "different collectives"),
+             "D": (3, "waits for a person")}  # fmt: skip
+CAUSES_OF_HANGS = {  # what speaks against each cause where it is wrong
+    "left the loop": "Has a rank reached a function that main calls after the training step, while others still train?",
+    "waits for data": "Is a rank fetching a batch, and in no collective at all?",
+    "waits for a person": "Is a rank inside pdb?",
+    "different collectives": "Some rank has not reached a collective, and the others wait for it there. Which?",
+    "slow": "No rank computes anything: where are they all waiting, and for whom?",
 }
 
 
-@exercise("2.2b", "look at the rank that is somewhere else.")
-def exercise_2_2b(odd_ranks: Callable) -> None:
-    """odd_ranks({rank: frames, innermost first}) -> the ranks at another place in train.py than most."""
-    for name, (stacks, expected) in STACKS.items():
-        seen = odd_ranks({rank: list(frames) for rank, frames in enumerate(stacks)})
-        try:
-            seen = list(seen)
-        except TypeError:
-            raise Wrong(f"return a list of ranks, not {seen!r}") from None
-        if seen != expected:
-            places = [next(frame for frame in frames if "train.py" in frame) for frames in stacks]
-            hint = "Compare only each rank's innermost frame in train.py, with its line number."
-            if sorted(seen, key=str) == expected:
-                hint = "Sort them."
-            elif not expected:
-                hint = "All stand at one place, so none is odd."
-            elif sorted([*seen, *expected], key=str) == list(range(len(stacks))):
-                hint = "These stand where most do: return the others."
-            raise Wrong(f"in train.py the ranks stand at {', '.join(places)} ({name}): expected {expected}, "
-                        f"you say {seen}. {hint}")  # fmt: skip
+@exercise("2.2a", "the odd rank holds the others up, and a shared line is not yet a shared collective.")
+def exercise_2_2a(diagnose: Callable[[], dict[str, tuple[int | None, str]]]) -> None:
+    """diagnose() -> for each job in hung_jobs.txt the rank to look at, and the cause."""
+    seen = diagnose()
+    if not isinstance(seen, dict) or set(seen) != set(HUNG_JOBS):
+        raise Wrong(f"return a dict with the keys A, B, C and D; yours is {seen!r}")
+    for job, expected in HUNG_JOBS.items():
+        answer = seen[job]
+        if not isinstance(answer, tuple | list) or len(answer) != 2:
+            raise Wrong(f'job {job}: answer with a rank and a cause, such as (0, "slow"), not {answer!r}')
+        rank, cause = answer
+        if cause not in CAUSES_OF_HANGS:
+            raise Wrong(f"job {job}: {cause!r} is not one of the causes {', '.join(map(repr, CAUSES_OF_HANGS))}")
+        if cause != expected[1]:
+            hint = CAUSES_OF_HANGS[cause]
+            if job == "C":
+                hint = "All ranks wait at one line. Would they, if all had called the same collective?"
+            raise Wrong(f"job {job} is not {cause!r}. {hint}")
+        if rank != expected[0]:
+            hint = "Which rank's innermost line of train.py differs from the others'?"
+            if expected[0] is None:
+                hint = "Four equal dumps point to no rank: say None."
+            raise Wrong(f"job {job}: the cause is right, but look again for the rank. {hint}")
+
+
+# Runs under torchrun: calls the learner's function with this rank's model, case by case.
+CALL_DIFFERING_PARAMETERS = """
+import datetime, json, runpy, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
+dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+path, folder, cases = sys.argv[1:]
+rank, function, reports = dist.get_rank(), runpy.run_path(path)["differing_parameters"], []
+for changes in json.loads(cases):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).double()
+    for changed_rank, name, change in changes:
+        if changed_rank == rank:
+            weights = model.get_parameter(name).data
+            weights.copy_(weights.flip(0) if change == "flip" else weights + change)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    answer = function(model)
+    changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
+    answer = list(answer) if isinstance(answer, (list, tuple, set)) else repr(answer)
+    reports.append({"answer": answer, "changed": changed})
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump(reports, file)
+dist.barrier()
+dist.destroy_process_group()
+"""
+DRIFTED = (  # (rank, parameter, what is added) -> the hint for whoever misses it
+    ([], ""),
+    ([(2, "1.weight", 2.0**-40)], "They differ by 1e-12. Copies of the same weights are equal bit for bit."),
+    ([(0, "0.bias", 1.0), (2, "0.bias", -1.0)], "What rank 0 has more, rank 2 has less: they cancel in a sum."),
+    ([(1, "0.weight", "flip"), (0, "1.bias", 1.0)], "The same numbers in other places are different weights."),
+)
+
+
+@exercise("2.2b", "every rank knows which weights went apart, and no weight has moved.")
+def exercise_2_2b(script: str | Path) -> None:
+    """A file with differing_parameters(model) -> on every rank, the names of the parameters that differ by rank."""
+    refuse_stub(script)
+    for number, ((changes, hint), reports) in enumerate(zip(DRIFTED, compare_models(script), strict=True), start=1):
+        expected = sorted({name for _, name, _ in changes})
+        where = f"case {number}: {describe_drift(changes)}"
+        for rank, report in enumerate(reports):
+            if report["changed"]:
+                names = ", ".join(report["changed"])
+                raise Wrong(
+                    f"{where}. Your function has changed {names} on rank {rank}: a collective writes its result into "
+                    "the tensor that it gets"
+                )
+            if not isinstance(report["answer"], list):
+                raise Wrong(f"return a list of names; rank {rank} returns {report['answer']}")
+        answers = [sorted(map(str, report["answer"])) for report in reports]
+        if answers.count(answers[0]) != len(answers):
+            said = ", ".join(f"rank {rank} says {answer}" for rank, answer in enumerate(answers))
+            raise Wrong(f"{where}. But {said}. How does a rank learn what another one has found?")
+        if answers[0] != expected:
+            if extra := sorted(set(answers[0]) - set(expected)):
+                hint = f"{extra[0]} is the same on all ranks."
+            raise Wrong(f"{where}. Expected {expected}; your ranks say {answers[0]}. {hint}")
+
+
+def describe_drift(changes: list[tuple]) -> str:
+    """Say in words what a case of exercise 2.2b changed."""
+    if not changes:
+        return "all ranks have the same weights"
+    said = []
+    for rank, name, change in changes:
+        said.append(f"{name} of rank {rank} is " + ("upside down" if change == "flip" else f"{change:+.0e} off"))
+    return " and ".join(said)
+
+
+def compare_models(script: str | Path) -> list[list[dict]]:
+    """Run the learner's function on three ranks, and return each rank's report for each case."""
+    num_ranks = 3
+    with tempfile.TemporaryDirectory() as folder:
+        caller = Path(folder, "call.py")
+        caller.write_text(CALL_DIFFERING_PARAMETERS)
+        run_ranks(caller, num_ranks, str(script), folder, json.dumps([changes for changes, _ in DRIFTED]))
+        reports = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    return [list(case) for case in zip(*reports, strict=True)]
 
 
 # --- Lesson 2.3: Ray Data --------------------------------------------------------------------------------------------
