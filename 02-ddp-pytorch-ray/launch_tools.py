@@ -17,11 +17,12 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import psutil
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from shared import plots
 
 STAGES = {  # of a Ray Train job -> the moment at which each ends
-    "import PyTorch and Ray": "ray_created",
+    "import packages": "ray_created",
     "start Ray": "ray_started",
     "start the controller": "workers_created",
     "start the workers": "training",
@@ -142,22 +143,25 @@ def typing_into_debugger(*commands: str) -> Iterator[None]:
 def draw_losses(losses: Mapping[str, Sequence[float]], reference: str, tolerance: float) -> None:
     """Draw every run's losses, and below them how far each run is from the reference at each step.
 
-    A difference of exactly 0 is drawn at 1e-17.
+    The last run is drawn in red. A difference of exactly 0 is drawn at 1e-17.
     """
     _, (above, below) = plt.subplots(2, 1, figsize=(7, 5.4), sharex=True, layout="constrained")
+    *usual, red = (*plots.COLORS[:4], plots.COLORS[5], plots.COLORS[4])
     for number, (name, values) in enumerate(losses.items()):
-        steps = range(1, len(values) + 1)
-        style = {"color": plots.COLORS[number % len(plots.COLORS)], "label": name}
-        dashes = "-" if number == 0 else (0, (2 + 2 * number, 2))
-        above.plot(steps, values, linestyle=dashes, linewidth=max(1.2, 2.6 - 0.3 * number), **style)
+        steps, is_last = range(1, len(values) + 1), number == len(losses) - 1
+        style = {"color": red if is_last else usual[number % len(usual)], "label": name}
+        dashes = "-" if number == 0 or is_last else (0, (2 + 2 * number, 2))
+        above.plot(steps, values, linestyle=dashes, linewidth=2 if is_last else 3 - 0.4 * number, **style)
         if name != reference:
-            distances = [abs(a - b) for a, b in zip(values, losses[reference], strict=True)]
-            marker = {"marker": "osD^v"[number % 5], "markersize": 7 - number}
-            below.plot(steps, [max(distance, 1e-17) for distance in distances], linewidth=1.2, **marker, **style)
+            distances = [max(abs(a - b), 1e-17) for a, b in zip(values, losses[reference], strict=False)]
+            below.plot(steps[: len(distances)], distances, linewidth=2 if is_last else 1.2, marker="osD^v"[number % 5],
+                       markersize=5, **style)  # fmt: skip
     below.axhline(tolerance, color="black", linestyle="--", linewidth=1)
-    below.text(1, 2 * tolerance, f"tolerance: {tolerance:.0e}", va="bottom", fontsize=11)
-    below.set(yscale="log", ylim=(3e-18, 30), xlabel="step")
+    below.text(1, 2 * tolerance, f"tolerance: {tolerance:.0e}".replace("e-0", "e-"), va="bottom", fontsize=11)
+    below.set(yscale="log", ylim=(1e-18, 30))
     below.set_yticks([1e-17, 1e-15, 1e-12, 1e-9, 1e-6, 1e-3, 1], ["equal", *(f"1e{n}" for n in range(-15, 0, 3)), "1"])
+    below.set_xlabel("step", fontsize=11)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
     above.set_title("The loss of every step", loc="left", fontsize=12)
     below.set_title(f"How far each run is from {reference}", loc="left", fontsize=12)
     for axes in (above, below):
@@ -185,6 +189,7 @@ def draw_stages(ray: Launch, torchrun: Launch) -> Axes:
         axes.text(end + 0.01 * moments[-1], row, f"{end - begin:.1f} s", va="center", fontsize=11)
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.tick_params(labelsize=11)
+    axes.xaxis.label.set_fontsize(11)
     axes.set_xlim(0, 1.1 * max(moments[-1], torchrun.ended - start))
     axes.axhline(2.5, color="black", linewidth=0.6)
     axes.grid(visible=False)
