@@ -93,7 +93,7 @@ def run(command: str, about_to_train: Callable[[], bool] | None = None, limit_s:
         print(f"{time.time() - launch.started:5.1f} s  {line}", end="")
         if "started Ray" in line:
             launch.ray_started = time.time()
-        if "epoch 1/1" in line:
+        if "val_loss" in line:  # rank 0 prints the epoch's metrics
             launch.epoch_ended = time.time()
     job.wait()
     launch.ended = time.time()
@@ -190,7 +190,7 @@ def draw_stages(ray: Launch, torchrun: Launch) -> Axes:
     axes.set_yticks(range(len(rows)), [name for name, *_ in rows])
     axes.tick_params(labelsize=11)
     axes.xaxis.label.set_fontsize(11)
-    axes.set_xlim(0, 1.1 * max(moments[-1], torchrun.ended - start))
+    axes.set_xlim(0, 1.15 * max(moments[-1], torchrun.ended - start))
     axes.axhline(2.5, color="black", linewidth=0.6)
     axes.grid(visible=False)
     axes.invert_yaxis()
