@@ -162,7 +162,7 @@ def test_2_2b_rejects_what_is_no_list(monkeypatch, answering, capsys):
     script = answering(by_extremes)
     nothing = [[{"answer": "None", "changed": []}] * 3 for _ in chapter_2.DRIFTED]
     monkeypatch.setattr(chapter_2, "compare_models", lambda script: nothing)
-    assert_rejects(checks.exercise_2_2b, script, "return a list of names; rank 0 returns None", capsys)
+    assert_rejects(checks.exercise_2_2b, script, "return a list of names on every rank; rank 0 returns None", capsys)
 
 
 def test_2_2b_the_lesson_s_stub_is_not_done_yet(tmp_path):
