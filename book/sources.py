@@ -21,7 +21,7 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 
 BOOK = Path(__file__).parent
 ROOT = BOOK.parent
-COPIED = ("0*-*", "benchmarks", "shared", "tests", "*.md", "requirements*.txt", "Makefile", "pyproject.toml")
+COPIED = ("0*-*", "docs", "benchmarks", "shared", "tests", "*.md", "requirements*.txt", "Makefile", "pyproject.toml")
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "logs", "data", "*.egg-info", "yours-*")
 LANGUAGES = {
     ".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".txt": "text",
@@ -134,7 +134,7 @@ Try [the exercises](../{name.name}) first. A click on a bar opens it.
 In JupyterLab: `make lab`, then open `{name}`. All of its cells as a test: `pytest --nbmake {name}`.
 
 {{download}}`Download the notebook </files/{name}>` · [Solutions](solutions/{name.name}) · [Glossary](/glossary.md) \
-· [How to set it up](/README.md)
+· [How to set it up](/docs/set-up.md)
 :::"""
 
 

@@ -35,6 +35,8 @@ ROOT = Path(__file__).parents[1]
 PROGRAM = "04-ray-in-production/program"
 PAGES = {  # and the folder that its commands are run in
     "README.md": ".",
+    "docs/set-up.md": ".",
+    "docs/scripts.md": ".",
     "TEACHING.md": ".",
     "CONTRIBUTING.md": ".",
     "benchmarks/README.md": ".",
@@ -560,7 +562,7 @@ def test_every_command_is_one_that_its_program_takes(page):
 
 def test_all_pages_with_commands_are_read():
     pages = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("*.md")} - {"CHANGELOG.md"}
-    pages |= {path.relative_to(ROOT).as_posix() for path in ROOT.glob("0*/README.md")}
+    pages |= {path.relative_to(ROOT).as_posix() for glob in ("0*/README.md", "docs/*.md") for path in ROOT.glob(glob)}
     assert pages <= set(PAGES)
     assert len(all_commands()) > 80
 
@@ -579,12 +581,13 @@ def test_blocks_of_commands_say_that_they_are(page):
 
 def test_what_is_made_or_installed_is_so_in_the_workshops_folder():
     """`make` looks for the Makefile in the current folder, and `-e .` in requirements.txt is the current folder."""
-    found = 0
-    for line, language, content in blocks((ROOT / "README.md").read_text()):
-        if of_shell(language, content) and re.search(r"^[!%]?(make|pip|uv|source) ", content, re.MULTILINE):
-            assert re.match(r"(!?git clone ADDRESS workshop( && |\n%))?cd workshop\b", content), f"README.md:{line}"
-            found += 1
-    assert found
+    for page in ("README.md", "docs/set-up.md"):
+        found = 0
+        for line, language, content in blocks((ROOT / page).read_text()):
+            if of_shell(language, content) and re.search(r"^[!%]?(make|pip|uv|source) ", content, re.MULTILINE):
+                assert re.match(r"(!?git clone ADDRESS workshop( && |\n%))?cd workshop\b", content), f"{page}:{line}"
+                found += 1
+        assert found
 
 
 # --- run -------------------------------------------------------------------------------------------------------------
@@ -703,7 +706,7 @@ def test_what_runs_a_command_is_there(runner):
 
 
 def test_the_kernel_is_made_found_and_taken_away(tmp_path):
-    """As README says it, in a home of its own."""
+    """As docs/set-up.md says, in a home of its own."""
     wanted = ("python -m ipykernel install", "jupyter kernelspec list", "jupyter kernelspec remove")
     commands = [command for command in all_commands() if command.text.startswith(wanted)]
     environment = {**os.environ, "HOME": str(tmp_path), "JUPYTER_DATA_DIR": str(tmp_path / "data")}

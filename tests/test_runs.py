@@ -362,7 +362,7 @@ def test_a_run_is_finished_after_its_epochs_or_its_steps(step, epoch, max_steps,
 @pytest.mark.parametrize(("rank", "quiet", "prints"), [(0, False, True), (0, True, False), (1, False, False)])
 def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsys):
     """Every few seconds: the steps, this rank's own loss since the last line, the speed and the time left."""
-    assert LINE_EVERY_S == 5 and "Every five seconds rank 0 prints a line" in (ROOT / "README.md").read_text()
+    assert LINE_EVERY_S == 5 and "Every five seconds rank 0 prints a line" in (ROOT / "docs/scripts.md").read_text()
     clock = iter(range(0, 100, 2))
     monkeypatch.setattr("shared.progress.time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("shared.progress.LINE_EVERY_S", 3)
