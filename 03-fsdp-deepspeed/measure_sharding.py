@@ -51,8 +51,11 @@ def measure_step(model: nn.Module, optimizer: Optimizer, compute_loss: Callable[
     """Take two training steps on CPUs. Return what the first communicates, and the memory of the second. Collective.
 
     compute_loss: runs the forward pass of `model`, and returns this rank's loss.
-    Returns "forward" and "backward", how often each collective was called; "state", the bytes of parameters, gradients
-    and optimizer state after the backward pass; "trace", the curve of a MemoryTrace; and "peak", its maximum in bytes.
+    The result has these keys:
+    forward, backward: how often each collective was called.
+    state: bytes of parameters, gradients and optimizer state after the backward pass.
+    trace: the curve of a MemoryTrace.
+    peak: the largest number of bytes during the step.
     """
     with CommDebugMode() as communication:
         loss = compute_loss(model)
@@ -86,8 +89,10 @@ def count_collectives(communication: CommDebugMode) -> Counter:
 def clip(model: nn.Module, max_norm: float) -> dict:
     """Clip the gradients of `model` to the global norm `max_norm`. Collective.
 
-    Returns "norm", the global norm before clipping; "own norms", the norm of each rank's own slices, in rank order; and
-    "gradients", the whole clipped gradients as arrays.
+    The result has these keys:
+    norm: the global norm before clipping.
+    own norms: the norm of each rank's own slices, in rank order.
+    gradients: the whole clipped gradients, as arrays.
     """
     parameters = list(model.parameters())
     slices = [parameter.grad.to_local() if is_sharded(parameter) else parameter.grad for parameter in parameters]
