@@ -28,7 +28,6 @@ ALLOWED_TO_RAISE: dict[tuple[str, str], str] = {}
 # (path from the root, cell id) -> why.
 TIMES_THAT_HOLD: dict[tuple[str, str], str] = {
     ("02-ddp-pytorch-ray/04_checkpoints.ipynb", "cell-23"): "the upload that is waited for sleeps half a second",
-    ("03-fsdp-deepspeed/02_fsdp2.ipynb", "cell-63"): "the storage that is waited for sleeps half a second",
     ("04-ray-in-production/01_failures.ipynb", "notice"): "it asserts that Ray has taken the notice, not when",
     ("04-ray-in-production/01_failures.ipynb", "measured"): "simulation and formula agree, whatever a checkpoint costs",
     ("04-ray-in-production/03_watching.ipynb", "same"): "a source sleeps in each step, and all ranks wait for it",

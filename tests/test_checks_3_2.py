@@ -1,8 +1,8 @@
 """The checks of lesson 3.2: the stub and plausible wrong answers are rejected with a message that helps."""
 
 import json
-import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,50 +21,46 @@ def test_a_stub_is_not_done_yet(check, capsys):
     assert_rejects(check, stub, "not done yet", capsys)
 
 
-# --- 3.2a: a slice in bytes -------------------------------------------------------------------------------------------
+# --- 3.2a: five runs to diagnose --------------------------------------------------------------------------------------
+
+LESSON = ROOT_FOLDER / "03-fsdp-deepspeed" / "02_fsdp2.ipynb"
+RIGHT_DIAGNOSIS = {"A": "no root", "B": "own norm", "C": "none", "D": "root only", "E": "optimizer first"}
 
 
-def slice_bytes(shape, dtype, world_size, rank):
-    most = math.ceil(shape[0] / world_size)
-    rows = min(most, max(0, shape[0] - rank * most))
-    return rows * math.prod(shape[1:]) * dtype.itemsize
-
-
-def divided(shape, dtype, world_size, rank):
-    return math.prod(shape) * dtype.itemsize / world_size
-
-
-def padded(shape, dtype, world_size, rank):
-    return slice_bytes(shape, dtype, world_size, 0)
-
-
-def evened_out(shape, dtype, world_size, rank):
-    rows = shape[0] // world_size + (rank < shape[0] % world_size)
-    return rows * math.prod(shape[1:]) * dtype.itemsize
-
-
-def always_four_bytes(shape, dtype, world_size, rank):
-    return slice_bytes(shape, dtype, world_size, rank) // dtype.itemsize * 4
+def diagnosis(**changed):
+    return lambda: RIGHT_DIAGNOSIS | changed
 
 
 def test_3_2a_accepts(capsys):
-    assert_accepts(checks.exercise_3_2a, slice_bytes, capsys)
+    assert_accepts(checks.exercise_3_2a, diagnosis(), capsys)
 
 
 @pytest.mark.parametrize(("answer", "because"), [
-    (divided, "(5, 8) of torch.float32 on 4 ranks: the slices have [64, 64, 32, 0] bytes, you say [40.0, 40.0, 40.0, "
-        "40.0]. A row is never cut in two."),
-    (padded, "That is the padded storage"),
-    (evened_out, "[64, 32, 32, 32]. Rows are not evened out"),
-    (always_four_bytes, "A number of torch.float64 takes 8 bytes"),
-    (lambda *case: slice_bytes(*case) / case[1].itemsize, "A number of torch.float32 takes 4 bytes"),
-    (lambda shape, *case: slice_bytes((shape[0], shape[1]), *case), "(10,) has 1 dimension(s): a bias or a norm"),
-    (lambda shape, dtype, n, rank: min(math.ceil(shape[0] / n), shape[0] - rank * math.ceil(shape[0] / n))
-        * math.prod(shape[1:]) * dtype.itemsize, "A rank past the last row has 0 rows"),
-    (lambda *case: None, "return a number of bytes, not None"),
+    (lambda: None, "return a dict with the keys A, B, C, D and E; yours is None"),
+    (diagnosis(A="none"), "for run A you say 'none'. Then the loss would fall, and each rank would keep 16 / 2 bytes"),
+    (diagnosis(B="same batch"), "for run B you say 'same batch'. Then the two ranks would have the same losses"),
+    (diagnosis(C="own norm"), "for run C you say 'own norm'. Then the two ranks would scale their gradients"),
+    (diagnosis(D="no root"), "for run D you say 'no root'. Then some parameters would be whole on every rank"),
+    (diagnosis(E="root only"), "for run E you say 'root only'. Then a step would gather a single group"),
+    (diagnosis(E="frozen"), "'frozen', which is not one of none, no root, root only"),
 ])  # fmt: skip
 def test_3_2a_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_3_2a, answer, because, capsys)
+
+
+def test_the_five_runs_show_what_3_2a_says(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (printed, _) = machinery.run_script(LESSON.with_name("five_shardings.py"), 2)
+    assert re.findall("run (.)", printed) == list(RIGHT_DIAGNOSIS)
+    for run, lines in zip(RIGHT_DIAGNOSIS.values(), printed.split("run ")[1:], strict=True):
+        pattern = r"losses ([\d. ]+)  gradients x (\S+)  state (\S+) B/parameter +(\d+) all-gathers  embedding (\S+)"
+        losses, factors, states, gathers, embeddings = zip(*re.findall(pattern, lines), strict=True)
+        assert (embeddings[0] != embeddings[1]) == (run == "no root")
+        assert (factors[0] != factors[1]) == (run == "own norm")
+        assert (len(set(losses[0].split())) == 1) == (run == "optimizer first")
+        assert set(states) == {{"no root": "8.6", "optimizer first": "4.0"}.get(run, "8.0")}
+        assert set(gathers) == {{"no root": "5", "root only": "1"}.get(run, "11")}
+        assert losses[0] != losses[1]  # no run answers "same batch"
 
 
 # --- 3.2b: a vision model, on two ranks -------------------------------------------------------------------------------
@@ -81,7 +77,7 @@ WRONG_3_2b = [
     (ROOT, "100% of the weights are gathered at once"),
     (f"{BLOCKS}fully_shard(layer)\n{ROOT}", "75% of the weights are gathered at once.* Shard the blocks first"),
     (f"    fully_shard([*model.layer1, *model.layer2, *model.layer3, *model.layer4])\n{ROOT}", "3 all-gathers in a"),
-    (BY_BLOCK.replace("(block)", "(block, reshard_after_forward=False)") + ROOT, "9 all-gathers in a step; block by"),
+    (BY_BLOCK.replace("(block)", "(block, reshard_after_forward=False)") + ROOT, "9 all-gathers in a step. Block by"),
 ]
 
 
@@ -158,7 +154,7 @@ def test_3_2c_accepts(capsys):
 
 
 @pytest.mark.parametrize(("answer", "because"), [
-    (reduced_each_time, "is (260, 33), you say (260, 132). Each group's gradients are reduced once a step"),
+    (reduced_each_time, "is (260, 33), you say (260, 132). Each group's gradients are reduced once per step"),
     (gathered_once, "you say (65, 33). After a backward pass everything is freed"),
     (root_forgotten, "reshard_root=True) is (12, 6), you say (11, 6). Forward gathers every group"),
     (lambda *case: collectives(*case)[0], "should return two numbers, (all_gathers, reduce_scatters); yours is 11"),

@@ -149,39 +149,35 @@ def bytes_saved_by_child(model: torch.nn.Module, images: torch.Tensor) -> dict[s
 # --- Lesson 3.2: FSDP2 -----------------------------------------------------------------------------------------------
 
 
-@exercise("3.2a", "whole rows, as many as rank 0 has until none are left.")
-def exercise_3_2a(slice_bytes: Callable[[tuple[int, ...], torch.dtype, int, int], int]) -> None:
-    """slice_bytes(shape, dtype, world_size, rank) -> bytes of this rank's slice of a parameter of that shape."""
-    for shape, dtype, world_size in (
-        ((384, 128), torch.float32, 2), ((5, 8), torch.float32, 4), ((10,), torch.float64, 4),
-        ((50257, 768), torch.bfloat16, 8),
-    ):  # fmt: skip
-        row = math.prod(shape[1:]) * dtype.itemsize
-        expected = [row * len(rows) for rows in torch.empty(shape[0]).chunk(world_size)]
-        expected += [0] * (world_size - len(expected))
-        try:
-            seen = [slice_bytes(shape, dtype, world_size, rank) for rank in range(world_size)]
-        except IndexError:
-            raise Wrong(
-                f"{shape} has {len(shape)} dimension(s): a bias or a norm has one, and rows of 1 number"
-            ) from None
-        if not all(isinstance(each, int | float) for each in seen):
-            raise Wrong(f"return a number of bytes, not {seen[0]!r}")
-        if seen == expected:
-            continue
-        hint, size = "", sum(expected)
-        if min(seen) < 0:
-            hint = "A rank past the last row has 0 rows, not fewer."
-        elif all(math.isclose(each, size / world_size) for each in seen):
-            hint = "A row is never cut in two."
-        elif seen == [expected[0]] * world_size:
-            hint = "That is the padded storage: the last ranks have fewer rows, or none."
-        elif sum(seen) == size:
-            hint = "Rows are not evened out: each rank takes as many as rank 0, until none are left."
-        elif sum(seen) * dtype.itemsize == size or sum(seen) * dtype.itemsize == 4 * size:
-            hint = f"A number of {dtype} takes {dtype.itemsize} bytes."
-        where = f"{shape} of {dtype} on {world_size} ranks"
-        raise Wrong(f"{where}: the slices have {expected} bytes, you say {seen}. {hint}")
+# What each mistake of exercise 3.2a would show in the logs.
+SHARDING_SYMPTOMS = {
+    "none": "the loss would fall, and each rank would keep 16 / 2 bytes per parameter and call 11 all-gathers",
+    "no root": "some parameters would be whole on every rank, with gradients that nobody averages",
+    "root only": "a step would gather a single group of parameters",
+    "optimizer first": "the optimizer would have no gradients to work with, so it would make no moments either",
+    "own norm": "the two ranks would scale their gradients by different factors",
+    "same batch": "the two ranks would have the same losses",
+}
+
+
+@exercise("3.2a", "five set-ups without an error, told apart by their numbers.")
+def exercise_3_2a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> the mistake in each of the runs A to E, one of SHARDING_SYMPTOMS."""
+    seen = diagnose()
+    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E"]:
+        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    for run, mistake in {
+        "A": "no root",
+        "B": "own norm",
+        "C": "none",
+        "D": "root only",
+        "E": "optimizer first",
+    }.items():
+        if seen[run] not in SHARDING_SYMPTOMS:
+            raise Wrong(f"for run {run} you say {seen[run]!r}, which is not one of {', '.join(SHARDING_SYMPTOMS)}")
+        if seen[run] != mistake:
+            symptom = SHARDING_SYMPTOMS[seen[run]]
+            raise Wrong(f"for run {run} you say {seen[run]!r}. Then {symptom}. Is that so in run {run}, and all of it?")
 
 
 SHARD_RESNET = """
@@ -257,18 +253,18 @@ def exercise_3_2b(script: str | Path) -> None:
             )
         if report["largest"] > 0.43:
             raise Wrong(
-                f"{report['largest']:.0%} of the weights are gathered at once; with each of the eight blocks for "
-                "itself it is 42%, the largest block. Shard the blocks first, then the model"
+                f"{report['largest']:.0%} of the weights are gathered at once. With one group per block it is 42%, "
+                "the largest block. Shard the blocks first, then the model"
             )
         if report["gathers"] < 17:
             raise Wrong(
-                f"{report['gathers']} all-gathers in a step; block by block there are 17: the eight blocks and the "
-                "rest for the forward pass, and the blocks once more for the backward pass. A call for each block, "
-                "which is to reshard"
+                f"{report['gathers']} all-gathers in a step. Block by block there are 17: one for each of the eight "
+                "blocks and one for the root in the forward pass, and the blocks again in the backward pass. Call "
+                "fully_shard once per block, and let it reshard"
             )
         if report["apart"] > 1e-9:
             raise Wrong(f"the gradients are off by {report['apart']:.1e} from those of one process")
-        expect_close(report["state"], 32 / 2, f"rank {rank} keeps, in bytes a parameter in float64,", tolerance=0.02)
+        expect_close(report["state"], 32 / 2, f"rank {rank}'s bytes of state per parameter in float64", tolerance=0.02)
 
 
 @exercise("3.2c", "every micro-batch gathers, and only the last one reduces.")
@@ -285,11 +281,11 @@ def exercise_3_2c(collectives: Callable[[int, int, bool, bool], tuple[int, int]]
             raise Wrong(f"{call} should return two numbers, (all_gathers, reduce_scatters); yours is {seen!r}")
         if tuple(seen) == expected:
             continue
-        hint = "Forward gathers every group; backward gathers again what was freed, blocks or root."
+        hint = "Forward gathers every group. Backward gathers again what was freed: blocks, root, or both."
         if seen[0] == expected[0]:
-            hint = "Each group's gradients are reduced once a step, with the last micro-batch."
+            hint = "Each group's gradients are reduced once per step, after the last micro-batch."
         elif micro_batches > 1 and seen[0] == once:
-            hint = "After a backward pass everything is freed: the next micro-batch gathers anew."
+            hint = "After a backward pass everything is freed: the next micro-batch gathers again."
         raise Wrong(f"{call} is {expected}, you say {tuple(seen)}. {hint}")
 
 
