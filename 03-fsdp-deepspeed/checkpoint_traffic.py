@@ -9,12 +9,13 @@ import matplotlib.pyplot as plt
 import torch.distributed.checkpoint as dcp
 from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
 from shared import plots
 
-Piece = Mapping[str, object]  # a run of rows: "file", "first" row of the whole tensor, number of "rows", and "rank"
+Piece = Mapping[str, object]  # rows that one file holds: "file", the "first" row in the whole tensor, number of "rows"
 
 
 class RecordingReader(dcp.FileSystemReader):
@@ -53,18 +54,15 @@ class HeldBackWriter(dcp.FileSystemWriter):
         return super().write_data(*arguments)
 
 
-def written_pieces(folder: str | Path, name: str) -> list[Piece]:
-    """Return the stored pieces of the tensor `name` from a checkpoint's metadata, in the order of their rows."""
-    storage = dcp.FileSystemReader(folder).read_metadata().storage_data
-    chunks = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[name].chunks
-    rows = {tuple(chunk.offsets): chunk.sizes[0] for chunk in chunks}
+def written_pieces(metadata: Metadata, name: str) -> list[Piece]:
+    """Return the stored pieces of the tensor `name`, in the order of their rows."""
+    rows = {chunk.offsets: chunk.sizes[0] for chunk in metadata.state_dict_metadata[name].chunks}
     pieces = [
-        {"file": place.relative_path, "first": index.offset[0], "rows": rows[tuple(index.offset)]}
-        for index, place in storage.items()
+        {"file": stored.relative_path, "first": index.offset[0], "rows": rows[index.offset]}
+        for index, stored in metadata.storage_data.items()
         if index.fqn == name
     ]
-    pieces.sort(key=lambda piece: piece["first"])
-    return [{**piece, "rank": rank} for rank, piece in enumerate(pieces)]
+    return sorted(pieces, key=lambda piece: piece["first"])
 
 
 def draw(written: Sequence[Piece], read: Sequence[Sequence[Piece]], title: str) -> Axes:
