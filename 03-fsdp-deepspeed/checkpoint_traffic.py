@@ -1,4 +1,4 @@
-"""Record what each rank reads from a DCP checkpoint, hold back a write, and draw who wrote and who reads which rows."""
+"""Record what each rank reads from a DCP checkpoint, hold back a write, and draw who wrote and who loads which rows."""
 
 import json
 import threading
@@ -66,10 +66,10 @@ def written_pieces(metadata: Metadata, name: str) -> list[Piece]:
 
 
 def draw(written: Sequence[Piece], read: Sequence[Sequence[Piece]], title: str) -> Axes:
-    """Draw a tensor's rows twice: above in the files that hold them, below in the ranks that read them.
+    """Draw a tensor's rows twice: above by the rank that wrote them, below by the ranks that load them.
 
     written: the stored pieces.
-    read: for each reading rank, the pieces that it copied.
+    read: for each rank that loads, the pieces that it copied.
     """
     _, axes = plt.subplots(figsize=(5.6, 3.5), layout="constrained")
     axes.set_title(title, loc="left", fontsize=12)
@@ -90,7 +90,7 @@ def draw(written: Sequence[Piece], read: Sequence[Sequence[Piece]], title: str) 
             color, a, b = colors[piece["file"]], piece["first"], piece["first"] + piece["rows"]
             axes.add_patch(Rectangle((a + shift, 0.4), b - a, 0.8, color=color))
             axes.add_patch(Polygon([(a, 2.2), (b, 2.2), (b + shift, 1.2), (a + shift, 1.2)], color=color, alpha=0.25))
-        label = f"rank {rank} reads\n{begin} to {end - 1}"
+        label = f"rank {rank} loads\n{begin} to {end - 1}"
         axes.text((begin + end) / 2 + shift, 0.8, label, color="white", **text)
     axes.set(xlim=(-1.2 * gap * len(read) / 2, total + 1.2 * gap * len(read) / 2), ylim=(0.2, 3.1))
     axes.axis("off")

@@ -615,7 +615,7 @@ RUN_BY = {
     r"python train_ray_ddp_with_ray_data\.py --data-uri .*": (
         "tests/test_train_ray.py::test_ray_data_on_a_folder_of_pictures"
     ),
-    r"python train_ray_fsdp2\.py --num-workers 2": "03-fsdp-deepspeed/02_fsdp2.ipynb",
+    r"python train_ray_fsdp2\.py --num-workers 2": "03-fsdp-deepspeed/03_sharded_checkpoints.ipynb",
     r"python train_ray_fsdp2\.py --num-workers 0 .*": (
         "tests/test_train_ray_gpt.py::test_fsdp2_computes_what_one_process_computes"
     ),

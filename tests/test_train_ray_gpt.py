@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
 ):
     """Two workers save inside their epochs of 20 steps, and one goes on after the last save but one. On the way one of
     DeepSpeed's workers is killed, and what all do after that is what torchrun's two ranks do, bit for bit. (Lesson
-    3.2 kills one of FSDP2's, so its second epoch can be short here.)
+    3.3 kills one of FSDP2's, so its second epoch can be short here.)
     """
     every, resumed_from, last = (12, 24, 26) if script == FSDP2 else (18, 36, 40)
     options = ("--seed", 7, "--batch-size", 64, "--epochs", 2, "--max-steps", last, "--run-name", "run", *more)
