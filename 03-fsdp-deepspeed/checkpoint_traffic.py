@@ -71,7 +71,7 @@ def draw(written: Sequence[Piece], read: Sequence[Sequence[Piece]], title: str) 
     written: the stored pieces.
     read: for each rank that loads, the pieces that it copied.
     """
-    _, axes = plt.subplots(figsize=(5.6, 3.5), layout="constrained")
+    _, axes = plt.subplots(figsize=(5, 3.3), layout="constrained")
     axes.set_title(title, loc="left", fontsize=12)
     colors = {piece["file"]: plots.COLORS[number] for number, piece in enumerate(written)}
     total = sum(piece["rows"] for piece in written)
