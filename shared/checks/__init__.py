@@ -38,6 +38,8 @@ from shared.checks.chapter_3 import (  # noqa: F401
     exercise_3_2a,
     exercise_3_2b,
     exercise_3_2c,
+    exercise_3_3a,
+    exercise_3_3b,
     exercise_3_4a,
     exercise_3_4b,
     exercise_3_4c,

@@ -289,6 +289,221 @@ def exercise_3_2c(collectives: Callable[[int, int, bool, bool], tuple[int, int]]
         raise Wrong(f"{call} is {expected}, you say {tuple(seen)}. {hint}")
 
 
+# --- Lesson 3.3: checkpoints in shards -------------------------------------------------------------------------------
+
+
+@exercise("3.3a", "any number of ranks reads what any number wrote, and reads no row twice.")
+def exercise_3_3a(load_slice: Callable[..., torch.Tensor]) -> None:
+    """load_slice(pieces, read, num_rows, world_size, rank) -> this rank's rows of a weight that other ranks wrote."""
+    for num_rows, writers, world_size in ((12, 2, 3), (101, 2, 3), (101, 3, 2), (100, 4, 1), (10, 3, 4), (5, 2, 4)):
+        weight = torch.arange(2.0 * num_rows).view(num_rows, 2)
+        files = {f"{number}.slice": rows for number, rows in enumerate(weight.chunk(writers))}
+        firsts = [sum(len(rows) for rows in weight.chunk(writers)[:number]) for number in range(len(files))]
+        pieces = [
+            {"file": name, "first_row": first, "num_rows": len(files[name])}
+            for name, first in zip(files, firsts, strict=True)
+        ]
+        expected = list(weight.chunk(world_size))
+        expected += [weight[:0]] * (world_size - len(expected))
+        for rank in range(world_size):
+            _judge_slice(load_slice, pieces[::-1], files, expected[rank], num_rows, world_size, rank)
+
+
+def _judge_slice(
+    load_slice: Callable[..., torch.Tensor], pieces: list[dict], files: dict[str, torch.Tensor],
+    expected: torch.Tensor, num_rows: int, world_size: int, rank: int,
+) -> None:  # fmt: skip
+    """Raise Wrong unless `load_slice` returns the `expected` rows, and reads no others."""
+    rows_read = []
+
+    def read(file: str, start: int, stop: int) -> torch.Tensor:
+        if file not in files:
+            raise Wrong(f"you read {file!r}; the pieces are in {', '.join(files)}")
+        if not 0 <= start <= stop <= len(files[file]):
+            raise Wrong(
+                f"{where}: read({file!r}, {start}, {stop}), and this file holds {len(files[file])} rows. Count from "
+                "the file's own first row, and skip the files that hold none of the rows"
+            )
+        rows_read.append(stop - start)
+        return files[file][start:stop].clone()
+
+    where = f"rank {rank} of {world_size}, {num_rows} rows in {len(files)} files"
+    try:
+        seen = load_slice([dict(piece) for piece in pieces], read, num_rows, world_size, rank)
+    except (Wrong, NotImplementedError):
+        raise
+    except Exception as error:
+        empty = " This rank has no rows, but its slice still has columns." if len(expected) == 0 else ""
+        raise Wrong(f"{where}: your code raised {type(error).__name__}: {error}.{empty}") from error
+    if not isinstance(seen, torch.Tensor):
+        raise Wrong(f"{where}: return a tensor, not {seen!r}")
+    if seen.shape != expected.shape:
+        hint = "fully_shard cuts as torch.chunk does: rank 0's number of rows for each rank, until none are left."
+        if len(expected) == 0:
+            hint = "This rank has no rows, but its slice still has columns: what does read(file, 0, 0) return?"
+        elif len(seen) > len(expected):
+            hint = "Some of these rows belong to other ranks: which rows of the weight does each file hold?"
+        raise Wrong(f"{where}: the slice is {tuple(expected.shape)}, yours is {tuple(seen.shape)}. {hint}")
+    if not torch.equal(seen, expected):
+        hint = "Are they the right rows of the right files?"
+        if torch.equal(seen.sort(dim=0).values, expected):
+            hint = "They are the right rows in the wrong order: nobody promised that the pieces are sorted."
+        raise Wrong(f"{where}: the values differ. {hint}")
+    if sum(rows_read) > len(expected):
+        raise Wrong(
+            f"{where}: you read {sum(rows_read)} rows for a slice of {len(expected)}. A rank that reads whole files "
+            "needs the memory and the time of a rank that is not sharded"
+        )
+
+
+# Runs under torchrun, on three ranks: saves three times with the learner's function. A rank that is delayed continues
+# as soon as the others wait for it in a collective or have made the mistake, so nothing depends on speed.
+SAVE_TOGETHER = """
+import importlib.util, json, os, sys, time
+from pathlib import Path
+import torch.distributed as dist
+from shared import distributed
+
+script, results = sys.argv[1], Path(sys.argv[2])
+worker = distributed.join(timeout_s=30)
+meet = distributed.wait_for_all
+rank, report, events = worker.rank, {}, {}
+
+def watched(function):
+    def call(*args, **kwargs):
+        events["folder"].with_suffix(f".waits-{rank}-{events['wrote']}").touch()
+        return function(*args, **kwargs)
+    return call
+
+def happened(*names):
+    return any(events["folder"].with_suffix(f".{name}").exists() for name in names)
+
+def wait_until(condition):
+    deadline = time.monotonic() + 10
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+for module, names in ((dist, (
+    "barrier", "all_reduce", "all_gather_object", "gather_object", "gather", "all_gather", "all_gather_single",
+    "all_gather_into_tensor", "broadcast", "broadcast_object_list", "reduce", "monitored_barrier",
+)), (distributed, ("wait_for_all",))):
+    for name in names:
+        if hasattr(module, name):
+            setattr(module, name, watched(getattr(module, name)))
+spec = importlib.util.spec_from_file_location("exercise", script)
+exercise = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(exercise)
+
+def write(name, data):
+    folder, case = events["folder"], events["case"]
+    if name == "complete":
+        new = [(folder / f"{other}.slice").exists() for other in range(3)]
+        report[case]["missing"] = [other for other in range(3) if not new[other]]
+        report[case]["marks"] = True
+        (folder / name).write_bytes(data)
+        folder.with_suffix(".marked").touch()
+        return
+    report[case]["mixed"] = (folder / "complete").exists()
+    folder.with_suffix(f".tried-{rank}").touch()
+    if case == "slow" and rank == 2:
+        wait_until(lambda: happened("marked", "waits-0-True"))
+    if case != "slow" and rank == 1:
+        raise OSError(28, "No space left on device")
+    (folder / name).write_bytes(data)
+    events["wrote"] = True
+
+for case in ("slow", "full", "older"):
+    folder = results / case
+    if rank == 0:
+        folder.mkdir()
+        if case == "older":
+            for name in ("0.slice", "1.slice", "2.slice", "complete"):
+                (folder / name).write_bytes(b"old")
+    events.update(folder=folder, case=case, wrote=False)
+    report[case] = {"marks": False, "mixed": False}
+    meet()
+    if case == "older" and rank == 0:
+        wait_until(lambda: all(happened(f"tried-{other}", f"waits-{other}-False") for other in (1, 2)))
+    try:
+        report[case]["returned"] = exercise.save(folder, rank, b"new", write)
+    except OSError as error:
+        report[case]["raised"] = str(error)
+    if not isinstance(report[case].get("returned"), bool | None):
+        report[case]["returned"] = repr(report[case]["returned"])
+    (results / f"{rank}.json").write_text(json.dumps(report))
+    if "raised" in report[case]:
+        os._exit(1)
+    meet()
+    report[case]["complete"] = (folder / "complete").exists()
+    meet()
+(results / f"{rank}.json").write_text(json.dumps(report))
+distributed.leave()
+"""
+
+
+@exercise("3.3b", "complete on every rank, or on none.")
+def exercise_3_3b(script: str | Path) -> None:
+    """A file with save(folder, rank, data, write), which marks a checkpoint of three ranks as complete, or does not."""
+    refuse_stub(script)
+    with tempfile.TemporaryDirectory() as folder:
+        caller = Path(folder) / "call.py"
+        caller.write_text(SAVE_TOGETHER)
+        failed = None
+        try:
+            run_script(caller, 3, str(script), folder)
+        except Wrong as error:
+            failed = error
+        paths = [Path(folder) / f"{rank}.json" for rank in range(3)]
+        reports = [json.loads(path.read_text()) if path.exists() else {} for path in paths]
+    _judge_saves(reports, failed)
+
+
+def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
+    """Raise Wrong for the first promise that the ranks' reports show to be broken."""
+    slow, full, older = ([report.get(case, {}) for report in reports] for case in ("slow", "full", "older"))
+    for rank, seen in enumerate(slow):
+        if seen.get("missing"):
+            late = " and ".join(map(str, seen["missing"]))
+            raise Wrong(
+                f"rank {rank} wrote 'complete' when the slice of rank {late} was missing. It does not know when the "
+                "others are done: who tells it?"
+            )
+    if marks := [rank for rank, seen in enumerate(slow) if seen.get("marks")][1:]:
+        raise Wrong(f"rank {marks[0]} writes 'complete' as well: one rank must decide, and only it should write")
+    for rank, seen in enumerate(full):
+        if "raised" in seen:
+            raise Wrong(
+                f"rank {rank}'s disk was full. save raised {seen['raised']!r} there and left the other ranks waiting. "
+                "Catch the error, let every rank know, and return False on each of them"
+            )
+    if failed:
+        timed_out = any(words in str(failed) for words in ("imed out", "timeout", "onnection closed"))
+        where = " when rank 1's disk was full" if any(full) else ""
+        hint = f"{where}. Does each rank reach the same collectives, whether its write failed or not?"
+        raise Wrong(f"{failed}{hint if timed_out or any(full) else ''}")
+    if any(seen["returned"] is not True for seen in slow) or not slow[0]["complete"]:
+        returned = [seen["returned"] for seen in slow]
+        raise Wrong(
+            f"when every rank could write, the ranks returned {returned} and 'complete' was "
+            f"{'there' if slow[0]['complete'] else 'missing'}: expected True three times, and the mark"
+        )
+    if full[0]["complete"]:
+        raise Wrong("rank 1's disk was full, and the checkpoint is marked as complete: rank 0 did not know of it")
+    if any(seen["returned"] is not False for seen in full):
+        returned = [seen["returned"] for seen in full]
+        raise Wrong(f"rank 1's disk was full; the ranks returned {returned}, expected False three times")
+    if older[0]["complete"]:
+        raise Wrong(
+            "the folder held an older checkpoint, and rank 1's disk was full. Now two slices are new, one is old, and "
+            "the old mark calls the mixture complete"
+        )
+    if mixed := [rank for rank, seen in enumerate(older) if seen["mixed"]]:
+        raise Wrong(
+            f"rank {mixed[0]} wrote its slice while the older checkpoint was still marked as complete. A crash at "
+            "that moment leaves a marked mixture: remove the mark first, and let every rank wait for that"
+        )
+
+
 # --- Lesson 3.4: DeepSpeed ZeRO --------------------------------------------------------------------------------------
 
 BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

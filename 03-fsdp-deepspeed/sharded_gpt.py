@@ -1,0 +1,60 @@
+"""Shard, train and gather the small GPT of lesson 3.3, on the ranks that torchrun started."""
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from shared import datasets, models
+from shared.distributed import Worker, global_sum
+
+CONFIG = models.GPT_PRESETS["nano"]
+BATCH_SIZE = 12  # windows of text per step over all ranks: 1, 2, 3 and 4 ranks share them evenly
+
+
+def build(seed: int) -> tuple[models.GPT, torch.optim.AdamW]:
+    """Return the sharded model and its optimizer: laid out on meta, sharded by block, then filled slice by slice."""
+    with torch.device("meta"):
+        model = models.GPT(CONFIG)
+    for part in (*model.blocks, model):
+        fully_shard(part)
+    model.to_empty(device="cpu")
+    models.init_weights(model, seed)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train_step(model: models.GPT, optimizer: torch.optim.Optimizer, step: int, worker: Worker) -> float:
+    """Take one optimizer step on the `step`-th batch, and return the mean loss over all ranks. Collective."""
+    windows = datasets.text(CONFIG.context).train
+    tokens, targets = windows[BATCH_SIZE * step + worker.rank : BATCH_SIZE * (step + 1) : worker.world_size]
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return global_sum(loss).item() / worker.world_size
+
+
+def held_out() -> torch.Tensor:
+    """Return four windows of text (4, context) that no step trains on."""
+    return datasets.text(CONFIG.context).val[:4][0]
+
+
+@torch.no_grad()
+def write_gathered(model: models.GPT, optimizer: torch.optim.Optimizer, worker: Worker, path: str | Path) -> None:
+    """Gather weights, moments and the logits of `held_out`, and let rank 0 write them to `path`. Collective.
+
+    Only a proof needs this. A real model may be too large for one rank's memory.
+    """
+    gathered = {"logits": model(held_out())}
+    for name, parameter in model.named_parameters():
+        gathered[name] = _whole(parameter)
+        for key, value in optimizer.state[parameter].items():
+            gathered[f"{name}.{key}"] = _whole(value)
+    if worker.rank == 0:
+        torch.save(gathered, path)
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
