@@ -22,18 +22,18 @@ LAST_FOUR_KEPT = BLOCKS.format("number < 4") + WHOLE
 WRONG_3_5A = {
     "all free": (
         BLOCKS.format("True") + WHOLE,
-        "has a peak of 11.[34] MB and sends 5.0 MB. It fits, and it sends more than 4.4 MB. There is memory left",
+        "has a peak of 11.[34] MB and sends 5.0 MB. It fits, but it may send only 4.4 MB. There is memory left",
     ),
     "all kept": (
         BLOCKS.format("False") + WHOLE,
-        "has a peak of 13.[89] MB and sends 3.4 MB. It may have 12.5 MB. Every block keeps its gathered weights",
+        "has a peak of 13.[89] MB and sends 3.4 MB. The limit is 12.5 MB. Every block keeps its gathered weights",
     ),
     "the first four kept": (
         BLOCKS.format("number >= 4") + WHOLE,
-        "has a peak of 1[23].. MB and sends 4.2 MB. It may have 12.5 MB. Which blocks keep their gathered weights longest",
+        "has a peak of 1[23].. MB and sends 4.2 MB. The limit is 12.5 MB. Which blocks keep their gathered",
     ),
-    "the last one kept": (BLOCKS.format("number < 7") + WHOLE, "sends 4.8 MB. It fits, and it sends more than 4.4 MB"),
-    "the last two kept": (BLOCKS.format("number < 6") + WHOLE, "sends 4.6 MB. It fits, and it sends more than 4.4 MB"),
+    "the last one kept": (BLOCKS.format("number < 7") + WHOLE, "sends 4.8 MB. It fits, but it may send only 4.4 MB"),
+    "the last two kept": (BLOCKS.format("number < 6") + WHOLE, "sends 4.6 MB. It fits, but it may send only 4.4 MB"),
     "root only": (WHOLE, "All weights are gathered at once: shard each block first, then the model"),
     "blocks only": (
         BLOCKS.format("number < 4"),

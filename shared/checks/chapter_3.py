@@ -483,18 +483,18 @@ def judge_sharded_gpt(reports: list[dict]) -> None:
                 "of a sharded module? Call fully_shard on the whole model last"
             )
         if peak > MEMORY_LIMIT:
-            hint = "Which blocks keep their gathered weights longest? Let other ones keep theirs"
+            hint = "Which blocks keep their gathered weights longest? Let different ones keep theirs"
             if not calls.get("allgather"):
                 hint = "Nothing is sharded, so each rank keeps the whole state"
             elif calls["allgather"] == 1:
                 hint = "All weights are gathered at once: shard each block first, then the model"
             elif calls["allgather"] <= calls.get("reduce_scatter", 0):
                 hint = "Every block keeps its gathered weights: some of them must free theirs"
-            raise Wrong(f"{needs}. It may have {MEMORY_LIMIT / 1e6:.1f} MB. {hint}")
+            raise Wrong(f"{needs}. The limit is {MEMORY_LIMIT / 1e6:.1f} MB. {hint}")
         if sent > TRAFFIC_LIMIT:
             raise Wrong(
-                f"{needs}. It fits, and it sends more than {TRAFFIC_LIMIT / 1e6:.1f} MB. There is memory left: more "
-                "blocks can keep their gathered weights. Which of them keep theirs only for a short time?"
+                f"{needs}. It fits, but it may send only {TRAFFIC_LIMIT / 1e6:.1f} MB. There is memory left, so more "
+                "blocks can keep their gathered weights. Which of them would keep theirs only for a short time?"
             )
 
 
