@@ -139,9 +139,10 @@ def report(result: dict, figure: str) -> str:
     warning = "\n**A smoke run: its numbers mean nothing.**\n" if result["quick"] else ""
     page = f"""# DDP on {result["device"]}, {result["date"]}
 {warning}
-ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, one thread a process. CPU: {result["cpu"]}, {result["cpus"]} of
-them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. Rates are medians
-of alternated runs, {result["repeats"]} of each side; a ratio is that of the medians, its range that of single pairs.
+ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, one thread per process. CPU: {result["cpu"]}, {result["cpus"]}
+of them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. The two sides
+ran in turn, {result["repeats"]} times each. A rate is the median of these runs. A ratio compares two medians, and its
+range is that of single pairs.
 {calibration_line(result)}
 ## One process: train_ddp.py over a bare loop
 
@@ -156,7 +157,9 @@ Ratio {verdict(one["ratio"], GOAL_ONE)}.
 """
     if not two:
         return page + "Not measured: it needs two GPUs, and there is one (with CUDA_VISIBLE_DEVICES= it uses CPUs).\n"
-    page += "| local batch | accumulation | independent, samples/s | DDP, samples/s | ratio | range | added a step |\n"
+    page += (
+        "| local batch | accumulation | independent, samples/s | DDP, samples/s | ratio | range | added per step |\n"
+    )
     page += "|---:|---:|---:|---:|---:|---:|---:|\n"
     for (batch, accumulation), row in two.items():
         added = 2 * batch * accumulation * (1 / median(row["measured"]) - 1 / median(row["baseline"]))
@@ -164,11 +167,11 @@ Ratio {verdict(one["ratio"], GOAL_ONE)}.
     reaching = [f"{batch} x {n}" for (batch, n), row in two.items() if row["ratio"] >= GOAL_TWO]
     best, row = max(two.items(), key=lambda item: item[1]["ratio"])
     page += f"""
-At the default, {BATCH_SIZE // 2} x 1 a rank: {verdict(two[BATCH_SIZE // 2, 1]["ratio"], GOAL_TWO)}.
+At the default, {BATCH_SIZE // 2} x 1 per rank: {verdict(two[BATCH_SIZE // 2, 1]["ratio"], GOAL_TWO)}.
 Best, at {best[0]} x {best[1]}: {verdict(row["ratio"], GOAL_TWO)}.
 Goal reached at (local batch x accumulation): {", ".join(reaching) or "none of those measured"}.
 
-![The ratio over the samples a rank takes in a step]({figure})
+![The ratio over the samples per rank and step]({figure})
 """
     if "all_reduce" not in result:  # a result from before this part existed
         return page
@@ -181,7 +184,7 @@ Goal reached at (local batch x accumulation): {", ".join(reaching) or "none of t
         page
         + f"""
 Latency: {few:,} bytes take **{latency:.1f}** times as long as {least}, goal below 3: {reached(latency < 3)}.
-Bandwidth: {most:,} take **{bandwidth:.0f}** times as long as {few:,}, goal above 100: {reached(bandwidth > 100)}.
+Bandwidth: {most:,} bytes take **{bandwidth:.0f}** times as long as {few:,}, goal above 100: {reached(bandwidth > 100)}.
 """
     )
 

@@ -272,28 +272,29 @@ def report(result: dict) -> str:
     page = f"""# Ray on {result["device"]}, {result["date"]}
 
 CPU: {result["cpu"]}, {result["cpus"]} of them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]},
-torch {result["torch"]}, Ray {result["ray"]}. One thread a process. Medians of {result["repeats"]} runs of each side; a
-ratio is that of the medians, its range that of single pairs.
+torch {result["torch"]}, Ray {result["ray"]}. One thread per process. A rate is the median of {result["repeats"]} runs.
+A ratio compares two medians, and its range is that of single pairs.
 {calibration_line(result)}
 ## Ray Train over torchrun
 
 ResNet-18 with GroupNorm on 8x8 digits, Adam, float32, two processes, global batch {BATCH_SIZE}, third epoch. The two
 launchers run in turn.
 
-| | torchrun, samples/s | Ray Train, samples/s | ratio | range | beside the steps, torchrun | Ray Train |
+| | torchrun, samples/s | Ray Train, samples/s | ratio | range | outside the steps, torchrun | Ray Train |
 |---|---:|---:|---:|---:|---:|---:|
 """
     page += row("two workers", train, *(f"{overhead_s[name]:.0f} s" for name in ("torchrun", "ray")))
     page += f"""
-In the steps: {verdict(train["ratio"], GOAL_TRAIN)}. Beside them: start-up, validation, checkpoints and shutdown. What
-Ray Train takes more of these is **{hour_share:.1%}** of a run of an hour, goal below 5 %: {reached(hour_share < 0.05)}.
+In the steps: {verdict(train["ratio"], GOAL_TRAIN)}. Outside them are start-up, validation, checkpoints and shutdown.
+The additional time that Ray Train takes for these is **{hour_share:.1%}** of a run of an hour, goal below 5 %:
+{reached(hour_share < 0.05)}.
 
 ## Ray Data over a DataLoader
 
-Only the input, no training; each side has two processes for the transform. Ray Data streams Parquet files, the
-DataLoader holds the data set in memory. One side runs after the other, since Ray's processes would stand in the
-DataLoader's way; the range pairs first runs, second runs and so on. Memory is the highest sum of proportional set sizes
-of all processes, Ray's own included.
+Only the input is measured, without training. Each side has two processes for the transform. Ray Data streams Parquet
+files, and the DataLoader holds the data set in memory. All runs of one side come before those of the other, because
+Ray's processes would slow the DataLoader down. The range pairs the first runs, the second runs and so on. Memory is the
+highest sum of proportional set sizes of all processes, including Ray's own.
 
 | transform | DataLoader, samples/s | Ray Data, samples/s | ratio | range | peak memory, DataLoader | Ray Data |
 |---|---:|---:|---:|---:|---:|---:|
@@ -305,9 +306,9 @@ of all processes, Ray's own included.
     return (
         page
         + f"""
-Heavy transform: {verdict(heavy_ratio, GOAL_DATA)}. The light one is reported as it is. A pass of Ray Data begins with
-some two seconds of planning and waiting for a first block, whatever its length, so a short pass shows them most. Both
-sides have the same cores of one machine: what Ray Data adds, the CPUs of other machines, does not show here.
+Heavy transform: {verdict(heavy_ratio, GOAL_DATA)}. The light one has no goal. A pass of Ray Data begins with some two
+seconds of planning and waiting for a first block, whatever its length, so they weigh most in a short pass. Both sides
+use the same cores of one machine. Ray Data's advantage, the CPUs of other machines, does not show here.
 """
         + report_without_workers(parts)
         + report_two_nodes(result.get("nodes"))
@@ -324,8 +325,8 @@ def report_without_workers(parts: dict) -> str:
     gain = max(rates["heavy"]["baseline"], rates["heavy"]["measured"]) / rates["heavy"]["alone"]
     light_gain = rates["light"]["alone"] / rates["light"]["measured"]
     return f"""
-A DataLoader without workers makes {rates["heavy"]["alone"]:.0f} samples/s with the heavy transform: the faster of the
-two makes **{gain:.2f}** times as many, goal above 1: {reached(gain > 1)}. With the light one it makes
+A DataLoader without workers makes {rates["heavy"]["alone"]:.0f} samples/s with the heavy transform. The faster of the
+two sides makes **{gain:.2f}** times as many, goal above 1: {reached(gain > 1)}. With the light one it makes
 {rates["light"]["alone"]:.0f}, **{light_gain:.2f}** times as many as Ray Data, goal above 1: {reached(light_gain > 1)}.
 """
 
@@ -340,10 +341,10 @@ def report_two_nodes(part: dict | None) -> str:
     return f"""
 ## Ray Data with another node's core
 
-The heavy transform once more, {part["samples"]:,} samples. The trainer's node has one core and a second Ray node
-another one, and their processes are pinned to them: a DataLoader has the trainer's core, with a worker or without, Ray
-Data has both. They run in turn. Ray is started for each of its turns, and warmed up by a pass over an eighth of the
-samples: both together take {median(part["start_s"]):.0f} s, which are not part of the rate.
+The heavy transform again, with {part["samples"]:,} samples. The trainer's node and a second Ray node have one core
+each, and their processes are pinned to it. A DataLoader, with a worker or without, uses the trainer's core. Ray Data
+uses both. They run in turn. Each turn of Ray starts Ray and warms it up by a pass over an eighth of the samples. This
+takes {median(part["start_s"]):.0f} s, which are not part of the rate.
 
 | | samples/s |
 |---|---:|

@@ -106,11 +106,11 @@ def report(result: dict) -> str:
     page = f"""# DDP, FSDP2 and ZeRO on {result["device"]}, {result["date"]}
 
 GPT `{result["preset"]}`, two processes, global batch {result["batch_size"]}. CPU: {result["cpu"]}, {result["cpus"]} of
-them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. One thread a
-process. Medians of {result["repeats"]} runs of each strategy in turn; a ratio is that of the medians, its range that
-of single rounds. An epoch's last step is watched for its peak of memory, which slows it down.
+them; GPUs: {result["gpus"]}; {result["system"]}; Python {result["python"]}, torch {result["torch"]}. One thread per
+process. The strategies ran in turn, {result["repeats"]} times each. A rate is the median of these runs. A ratio
+compares two medians, and its range is that of single rounds. A tracker of memory slows down each epoch's last step.
 {calibration_line(result)}
-| | state a rank, MB | by formula | peak, MB | tokens/s | over DDP | range | last loss |
+| | state per rank, MB | by formula | peak, MB | tokens/s | over DDP | range | last loss |
 |---|---:|---:|---:|---:|---:|---:|---:|
 """
     for name, line in result["strategies"].items():
@@ -129,22 +129,23 @@ of single rounds. An epoch's last step is watched for its peak of memory, which 
     return (
         page
         + f"""
-An epoch of {WINDOWS} windows takes the slowest of them **{slowest:.1f} s**; goal for `nano`, below 30 s: \
+The slowest strategy takes **{slowest:.1f} s** for an epoch of {WINDOWS} windows; goal for `nano`, below 30 s: \
 {reached(slowest < 30)}.
 A step with activation checkpointing takes **{recomputing:.2f}** times as long as FSDP2 alone, goal 1.05 to 1.80: \
 {reached(1.05 < recomputing < 1.8)}.
 
 ## Saving a sharded checkpoint
 
-FSDP2, two ranks, median of five. Training stands still for **{save["sync_still"]:.3f} s** while it saves synchronously,
-and for **{save["async_still"]:.3f} s** while it begins to save asynchronously; the steps that follow then take
-{save["steps_meanwhile"]:.2f} s instead of {save["steps_alone"]:.2f} s, since the writing goes on beside them. The
-asynchronous save over the synchronous: **{stall_ratio:.2f}**, goal below 0.50: {reached(stall_ratio < 0.5)}.
+FSDP2, two ranks, median of five. A synchronous save stops training for **{save["sync_still"]:.3f} s**, and an
+asynchronous one for **{save["async_still"]:.3f} s**. That is **{stall_ratio:.2f}** of it, goal below 0.50: \
+{reached(stall_ratio < 0.5)}.
+During the asynchronous save the next steps take {save["steps_meanwhile"]:.2f} s instead of {save["steps_alone"]:.2f} s,
+because the files are written at the same time.
 
 ## The table of lesson 3.5
 
-Two Ray workers, global batch 16, eight steps of each strategy in one worker group. (Few steps on a smaller batch: for
-speeds take the first table, which has longer runs in turn.)
+Two Ray workers, global batch 16, eight steps of each strategy in one worker group. For speeds use the first table,
+which comes from longer runs with a larger batch.
 
 {result["lesson"]}
 """

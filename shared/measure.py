@@ -1,12 +1,15 @@
-"""Predict and measure memory: the bytes that a rank keeps between steps, and its peak within a step."""
+"""Predict and measure memory and traffic: what a rank keeps between steps, its peak within a step, what it sends."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -66,6 +69,36 @@ class PeakMemory:
             return torch.cuda.max_memory_allocated(self.device)
         self.tracker.__exit__(None, None, None)
         return self.tracker.get_tracker_snapshot("peak")[self.device]["Total"]
+
+
+class Traffic(TorchDispatchMode):
+    """Count the collectives that start inside this context, and the bytes that this rank sends for them.
+
+    Every library's collectives pass through PyTorch's dispatcher, under the namespace `c10d`. The bytes are those of a
+    ring: (N-1)/N of the whole tensor for an all-gather, a reduce-scatter or a reduce, and twice that for an all-reduce.
+    For a reduce this is the average over the ranks, because all of them except the owner send.
+
+    calls: how often each collective was called, by its name.
+    sent: bytes sent, by the name of the collective.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.sent = Counter(), Counter()
+
+    def __torch_dispatch__(
+        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping | None = None
+    ):
+        if func.namespace == "c10d" and "barrier" not in func._schema.name:
+            name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base")
+            # Of output and input, the larger one is the whole tensor.
+            sides = args[:2] if name in ("allgather", "reduce_scatter") else args[:1]
+            tensors = [[leaf for leaf in tree_leaves(side) if torch.is_tensor(leaf)] for side in sides]
+            whole = max(sum(tensor.nbytes for tensor in side) for side in tensors)
+            size = torch.distributed.get_world_size()
+            self.calls[name] += 1
+            self.sent[name] += round(whole * (size - 1) / size * (2 if name == "allreduce" else 1))
+        return func(*args, **kwargs or {})
 
 
 # (bytes per parameter on every rank, bytes per parameter divided among the N ranks), with AdamW and before the step.

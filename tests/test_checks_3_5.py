@@ -1,53 +1,160 @@
 """The checks of lesson 3.5: the stub and plausible wrong answers are rejected with a message that helps."""
 
+import json
+import os
+import subprocess
+from pathlib import Path
+
 import pytest
 from answers import assert_accepts, assert_rejects, stub
+from runs import ROOT, TORCHRUN
 
-from shared import checks, measure
+from shared import checks
+from shared.checks import chapter_3, machinery
+
+# --- 3.5a: which blocks keep their gathered weights, on two ranks -----------------------------------------------------
+
+HEAD = "from torch.distributed.fsdp import fully_shard\n\n\ndef shard(model):\n"
+BLOCKS = "    for number, block in enumerate(model.blocks):\n        fully_shard(block, reshard_after_forward={})\n"
+WHOLE = "    fully_shard(model)\n"
+LAST_FOUR_KEPT = BLOCKS.format("number < 4") + WHOLE
+
+WRONG_3_5A = {
+    "all free": (
+        BLOCKS.format("True") + WHOLE,
+        "has a peak of 11.[34] MB and sends 5.0 MB. It fits, but it may send only 4.4 MB. There is memory left",
+    ),
+    "all kept": (
+        BLOCKS.format("False") + WHOLE,
+        "has a peak of 13.[89] MB and sends 3.4 MB. The limit is 12.5 MB. Every block keeps its gathered weights",
+    ),
+    "the first four kept": (
+        BLOCKS.format("number >= 4") + WHOLE,
+        "has a peak of 1[23].. MB and sends 4.2 MB. The limit is 12.5 MB. Which blocks keep their gathered",
+    ),
+    "the last one kept": (BLOCKS.format("number < 7") + WHOLE, "sends 4.8 MB. It fits, but it may send only 4.4 MB"),
+    "the last two kept": (BLOCKS.format("number < 6") + WHOLE, "sends 4.6 MB. It fits, but it may send only 4.4 MB"),
+    "root only": (WHOLE, "All weights are gathered at once: shard each block first, then the model"),
+    "blocks only": (
+        BLOCKS.format("number < 4"),
+        "the gradients are off by .* Call fully_shard on the whole model last",
+    ),
+    "root first": (WHOLE + BLOCKS.format("number < 4"), "Did you shard the model before its blocks"),
+    "DDP": (
+        "    from torch.nn.parallel import DistributedDataParallel\n    return DistributedDataParallel(model)\n",
+        "Nothing is sharded, so each rank keeps the whole state",
+    ),
+}
 
 
-def choose(num_parameters, num_gpus, gpu_bytes, activation_bytes, names=("ddp", "zero-2", "fsdp2"), activations=1):
-    for name in names:
-        state = measure.predicted_state_bytes(name, "fp32", num_parameters, num_gpus)
-        if state + activations * activation_bytes <= gpu_bytes:
-            return name
+def write_answer(folder: Path, body: str) -> Path:
+    path = folder / "shard.py"
+    path.write_text(HEAD + body)
+    return path
 
 
-def bytes_sent(strategy, num_parameters, num_gpus, accumulation, passes=None, own=0):
-    ring = 4 * num_parameters * (num_gpus - 1 + own) / num_gpus
-    return 2 * ring * (passes or 1) if strategy == "ddp" else 3 * ring * (passes or accumulation)
+def test_3_5a_accepts(tmp_path):
+    """As a learner runs it, two processes started."""
+    assert checks.exercise_3_5a(write_answer(tmp_path, LAST_FOUR_KEPT), strict=True)
 
 
-def test_3_4a_accepts(capsys):
-    assert_accepts(checks.exercise_3_5a, choose, capsys)
+def test_3_5a_is_a_stub(tmp_path):
+    with pytest.raises(AssertionError, match="not done yet"):
+        checks.exercise_3_5a(write_answer(tmp_path, "    raise NotImplementedError\n"), strict=True)
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory) -> dict[str, Path]:
+    """By the name of each answer, the folder with what its two ranks wrote: one launch for all, to save time."""
+    folder, found = tmp_path_factory.mktemp("answers"), {}
+    bodies = {name: body for name, (body, _) in WRONG_3_5A.items()} | {"the last four kept": LAST_FOUR_KEPT}
+    for number, (name, body) in enumerate(bodies.items()):
+        found[name] = folder / str(number)
+        found[name].mkdir()
+        call = found[name] / "call.py"
+        call.write_text(chapter_3.MEASURE_SHARDED_GPT)
+        command = [str(call), str(write_answer(found[name], body)), str(found[name])]
+        (found[name] / "command.json").write_text(json.dumps(command))
+    command = [*TORCHRUN, "--nproc-per-node", "2", ROOT / "tests/many_answers.py", folder]
+    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    return found
+
+
+@pytest.mark.parametrize("name", WRONG_3_5A)
+def test_3_5a_rejects(name, launched, tmp_path, monkeypatch):
+    def run_script(path, nproc, script, folder):
+        assert (Path(path).read_text(), nproc) == (chapter_3.MEASURE_SHARDED_GPT, 2)
+        codes = [int((launched[name] / f"{rank}.code").read_text()) for rank in range(2)]
+        errors = "".join((launched[name] / f"{rank}.err").read_text() for rank in range(2))
+        machinery.expect_success(int(codes != [0, 0]), errors)
+        for rank in range(2):
+            Path(folder, f"{rank}.json").write_text((launched[name] / f"{rank}.json").read_text())
+
+    monkeypatch.setattr(chapter_3, "run_script", run_script)
+    body, because = WRONG_3_5A[name]
+    with pytest.raises(AssertionError, match=because):
+        checks.exercise_3_5a(write_answer(tmp_path, body), strict=True)
+
+
+def test_3_5a_the_last_four_blocks_are_cheaper_than_the_first_four(launched):
+    def reports(name):
+        return [json.loads((launched[name] / f"{rank}.json").read_text()) for rank in range(2)]
+
+    for first, last in zip(reports("the first four kept"), reports("the last four kept"), strict=True):
+        assert first["sent"] == last["sent"]
+        assert last["peak"] < 0.97 * first["peak"]
+    for all_free, last in zip(reports("all free"), reports("the last one kept"), strict=True):
+        assert last["sent"] < all_free["sent"] and last["peak"] == pytest.approx(all_free["peak"], rel=0.025)
+
+
+# --- 3.5b: five jobs, and what to change first ------------------------------------------------------------------------
+
+DECISION = {"A": "own buckets", "B": "use DDP", "C": "nothing", "D": "reduce once", "E": "checkpoint activations"}
+
+
+def test_3_5b_accepts(capsys):
+    assert_accepts(checks.exercise_3_5b, lambda: DECISION, capsys)
 
 
 @pytest.mark.parametrize(("because", "answer"), [
-    ("not done yet", stub),
-    ("State and activations together", lambda *args: choose(*args, activations=0)),
-    ("Take the first that fits", lambda *args: choose(*args, names=("ddp", "fsdp2"))),
-    ("is 'ddp', you say 'fsdp2'", lambda *args: choose(*args, names=("fsdp2",))),
-    ("you say None. Take the first that fits", lambda *args: None),
-    ("is 'DDP'; it should be", lambda *args: "DDP"),
-    ("is ('ddp', 1); it should be", lambda *args: ("ddp", 1)),
-    ("just fitting is enough", lambda parameters, gpus, memory, more: choose(parameters, gpus, memory - 1, more)),
+    ("job A: 'nothing' is not what to change first. Divide what a rank sends by (N-1)/N", DECISION | {"A": "nothing"}),
+    ("job A: 'use DDP' is not what to change first. DDP keeps 16 bytes", DECISION | {"A": "use DDP"}),
+    ("job B: 'nothing' is not", DECISION | {"B": "nothing"}),
+    ("job C: 'own buckets' is not what to change first. With that setting on", DECISION | {"C": "own buckets"}),
+    ("job D: 'checkpoint activations' is not what to change first. Is the peak", DECISION | {"D": DECISION["E"]}),
+    ("job E: 'reduce once' is not what to change first. How many micro-batches", DECISION | {"E": "reduce once"}),
+    ("'ZeRO-3' is not one of the answers 'nothing', 'use DDP', 'own buckets'", DECISION | {"E": "ZeRO-3"}),
+    ("return a dict with the keys A, B, C, D and E; yours is None", None),
 ])  # fmt: skip
-def test_3_4a_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_5a, answer, because, capsys)
+def test_3_5b_rejects(answer, because, capsys):
+    assert_rejects(checks.exercise_3_5b, lambda: answer, because, capsys)
 
 
-def test_3_4b_accepts(capsys):
-    assert_accepts(checks.exercise_3_5b, bytes_sent, capsys)
+def test_3_5b_is_a_stub(capsys):
+    assert_rejects(checks.exercise_3_5b, stub, "not done yet", capsys)
 
 
-@pytest.mark.parametrize(("because", "answer"), [
-    ("not done yet", stub),
-    ("no_sync: one all-reduce", lambda *args: bytes_sent(*args, passes=args[3])),
-    ("It gathers and reduces each time", lambda *args: bytes_sent(*args, passes=1)),
-    ("does not send its own part", lambda *args: bytes_sent(*args, own=1)),
-    ("two rounds, each of (N-1)/N of all gradients or weights, 4 bytes", lambda *args: bytes_sent(*args) / 4),
-    ("Two gathers and a reduce-scatter are", lambda *args: bytes_sent(*args) * (1 if args[0] == "ddp" else 2 / 3)),
-    ("should be a number", lambda *args: None),
-])  # fmt: skip
-def test_3_4b_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_3_5b, answer, because, capsys)
+def test_3_5b_the_decision_follows_from_the_log():
+    log = json.loads((ROOT / "03-fsdp-deepspeed/five_jobs.json").read_text())
+    parameters, num_ranks = log["parameters"], log["ranks"]
+
+    def decide(job: dict, rank: str) -> str:
+        state, peak, sent = (job[rank][key] for key in ("state", "peak", "sent"))
+        rounds = sum(sent.values()) / (4 * parameters * (num_ranks - 1) / num_ranks)
+        with_ddp = peak - state + 16 * parameters
+        if peak > job["gpu_bytes"]:
+            assert state < 5 * parameters and peak > 4 * state  # sharded already, and the rest is not state
+            return "checkpoint activations"
+        if job["micro_batches"] > 1 and rounds > 1.9 * job["micro_batches"]:
+            return "reduce once"
+        if state < 15 * parameters and with_ddp < 0.9 * job["gpu_bytes"]:
+            return "use DDP"
+        assert with_ddp > 1.1 * job["gpu_bytes"]
+        if sent.get("allreduce", 0) > 0.9 * 2 * parameters * 4 * (num_ranks - 1) / num_ranks:
+            assert rounds == pytest.approx(3, rel=0.05)
+            return "own buckets"
+        assert rounds == pytest.approx(2, rel=0.05)
+        return "nothing"
+
+    for rank in range(num_ranks):
+        assert {name: decide(job, f"rank {rank}") for name, job in log["jobs"].items()} == DECISION

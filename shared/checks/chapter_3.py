@@ -637,47 +637,112 @@ def exercise_3_4c(scales: Callable[[list[bool], float, int, int, float], list[fl
 
 # --- Lesson 3.5: choosing --------------------------------------------------------------------------------------------
 
+MEMORY_LIMIT, TRAFFIC_LIMIT = 12.5e6, 4.4e6  # bytes per rank
 
-@exercise("3.5a", "the least that fits.")
-def exercise_3_5a(choose: Callable[[float, int, float, float], str | None]) -> None:
-    """choose(num_parameters, num_gpus, gpu_bytes, activation_bytes) -> the first of ddp, zero-2, fsdp2 that fits."""
-    for parameters, gpus, memory, activations, expected in (
-        (1e9, 8, 80e9, 20e9, "ddp"), (5e9, 8, 80e9, 20e9, "zero-2"), (13e9, 8, 80e9, 20e9, "fsdp2"),
-        (13e9, 1, 80e9, 20e9, None), (13e9, 64, 80e9, 20e9, "zero-2"), (1e9, 8, 32e9, 17e9, "zero-2"),
-        (1e9, 8, 32e9, 16e9, "ddp"),
-    ):  # fmt: skip
-        call = f"choose({parameters:.0e}, {gpus}, {memory:.0e}, {activations:.0e})"
-        seen = choose(parameters, gpus, memory, activations)
-        if seen == expected:
-            continue
-        order = ("ddp", "zero-2", "fsdp2", None)
-        if seen not in order:
-            raise Wrong(f'{call} is {seen!r}; it should be "ddp", "zero-2", "fsdp2" or None')
-        hint = "State and activations together must fit."
-        if order.index(seen) > order.index(expected):
-            hint = "Take the first that fits, in the order ddp, zero-2, fsdp2; just fitting is enough."
-        raise Wrong(f"{call} is {expected!r}, you say {seen!r}. {hint}")
+# Runs under torchrun: trains the GPT that the learner's function shards, and measures a step.
+MEASURE_SHARDED_GPT = """
+import json, runpy, sys
+import torch
+import torch.nn.functional as F
+from shared import datasets, distributed, measure, models
+
+script, folder = sys.argv[1:]
+worker = distributed.join()
+config = models.GPTConfig(num_layers=8, num_heads=4, dim=64, context=32)
+inputs, targets = (tensor[:4] for tensor in datasets.text(config.context).train.tensors)
+own = slice(worker.rank, None, worker.world_size)
+plain, model = models.GPT(config).double(), models.GPT(config).double()
+for each in (plain, model):
+    models.init_weights(each, seed=0)
+callable_model = runpy.run_path(script)["shard"](model) or model  # DistributedDataParallel returns a new module
+optimizer = torch.optim.AdamW(model.parameters())
+
+def forward_and_backward(module, part):
+    F.cross_entropy(module(inputs[part]).flatten(0, 1), targets[part].flatten()).backward()
+
+forward_and_backward(plain, slice(None))
+traffic, peaks = measure.Traffic(), []
+with traffic:
+    forward_and_backward(callable_model, own)
+whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
+apart = max((a - p.grad).abs().max().item() for a, p in zip(whole, plain.parameters(), strict=True))
+del whole, plain
+optimizer.step()  # from here on there are moments
+optimizer.zero_grad()
+for _ in range(3):  # the moment at which a finished gather is freed varies a little: take the lowest of three peaks
+    memory = measure.PeakMemory(worker.device)
+    memory.start(*measure.state_tensors(model, optimizer))
+    forward_and_backward(callable_model, own)
+    optimizer.step()
+    optimizer.zero_grad()
+    peaks.append(memory.stop())
+report = {"peak": min(peaks), "sent": sum(traffic.sent.values()), "calls": traffic.calls, "apart": apart}
+with open(f"{folder}/{worker.rank}.json", "w") as file:
+    json.dump(report, file)
+distributed.leave()
+"""
 
 
-@exercise("3.5b", "accumulation is free of traffic for DDP, and not for FSDP2.")
-def exercise_3_5b(bytes_sent: Callable[[str, int, int, int], float]) -> None:
-    """bytes_sent(strategy, num_parameters, num_gpus, accumulation) -> bytes that a rank sends for an optimizer step."""
-    for strategy, parameters, gpus, accumulation in (
-        ("ddp", 1_000_000, 2, 1), ("ddp", 1_000_000, 8, 4), ("fsdp2", 1_000_000, 2, 1), ("fsdp2", 1_000_000, 8, 4),
-        ("ddp", 1_000_000, 1, 1),
-    ):  # fmt: skip
-        ring = 4 * parameters * (gpus - 1) / gpus
-        expected = 2 * ring if strategy == "ddp" else 3 * ring * accumulation
-        seen = bytes_sent(strategy, parameters, gpus, accumulation)
-        hint = (
-            "An all-reduce is two rounds" if strategy == "ddp" else "Two gathers and a reduce-scatter are three rounds"
-        )
-        hint += ", each of (N-1)/N of all gradients or weights, 4 bytes each."
-        if accumulation > 1:
-            hint = "no_sync: one all-reduce a step." if strategy == "ddp" else "It gathers and reduces each time."
-        elif gpus == 1:
-            hint = "One GPU has nobody to send to."
-        elif seen == expected * gpus / (gpus - 1):
-            hint = "A rank does not send its own part: (N-1)/N."
-        call = f'bytes_sent("{strategy}", {parameters}, {gpus}, {accumulation})'
-        expect_close(seen, expected, call, hint=hint)
+def judge_sharded_gpt(reports: list[dict]) -> None:
+    """Raise Wrong unless every rank's report of MEASURE_SHARDED_GPT is within both limits."""
+    for rank, report in enumerate(reports):
+        peak, sent, calls = report["peak"], report["sent"], report["calls"]
+        needs = f"rank {rank} has a peak of {peak / 1e6:.1f} MB and sends {sent / 1e6:.1f} MB"
+        if report["apart"] > 1e-9:
+            raise Wrong(
+                f"the gradients are off by {report['apart']:.1e} from those of one process. Is every parameter part "
+                "of a sharded module? Call fully_shard on the whole model last"
+            )
+        if peak > MEMORY_LIMIT:
+            hint = "Which blocks keep their gathered weights longest? Let different ones keep theirs"
+            if not calls.get("allgather"):
+                hint = "Nothing is sharded, so each rank keeps the whole state"
+            elif calls["allgather"] == 1:
+                hint = "All weights are gathered at once: shard each block first, then the model"
+            elif calls["allgather"] <= calls.get("reduce_scatter", 0):
+                hint = "Every block keeps its gathered weights: some of them must free theirs"
+            raise Wrong(f"{needs}. The limit is {MEMORY_LIMIT / 1e6:.1f} MB. {hint}")
+        if sent > TRAFFIC_LIMIT:
+            raise Wrong(
+                f"{needs}. It fits, but it may send only {TRAFFIC_LIMIT / 1e6:.1f} MB. There is memory left, so more "
+                "blocks can keep their gathered weights. Which of them would keep theirs only for a short time?"
+            )
+
+
+@exercise("3.5a", "the step fits, and it sends no more than it must.")
+def exercise_3_5a(script: str | Path) -> None:
+    """A file with shard(model), which shards a GPT of eight blocks so that it fits and sends little."""
+    refuse_stub(script)
+    with tempfile.TemporaryDirectory() as folder:
+        caller = Path(folder) / "call.py"
+        caller.write_text(MEASURE_SHARDED_GPT)
+        try:
+            run_script(caller, 2, str(script), folder)
+        except Wrong as error:
+            hint = ". Did you shard the model before its blocks?" if "Invariant" in str(error) else ""
+            raise Wrong(f"{error}{hint}") from None
+        judge_sharded_gpt([json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)])
+
+
+@exercise("3.5b", "you read a strategy off its traffic, and you know what to change first.")
+def exercise_3_5b(decide: Callable[[], dict[str, str]]) -> None:
+    """decide() -> for each job in five_jobs.json what its owner should change first."""
+    expected = {
+        "A": "own buckets", "B": "use DDP", "C": "nothing", "D": "reduce once", "E": "checkpoint activations"
+    }  # fmt: skip
+    evidence = {  # what to look at for each answer that is wrong
+        "nothing": "Divide what a rank sends by (N-1)/N x 4 bytes per parameter. If it is more than 2, ask why.",
+        "use DDP": "DDP keeps 16 bytes per parameter. With that in place of the job's state, does the peak still fit?",
+        "own buckets": "With that setting on, gradients travel by all-reduce although each rank owns a part of them. "
+        "How much state does a rank keep, and which collectives does the job call?",
+        "reduce once": "How many micro-batches does a step have?",
+        "checkpoint activations": "Is the peak above the limit?",
+    }
+    seen = decide()
+    if not isinstance(seen, dict) or set(seen) != set(expected):
+        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    if unknown := [answer for answer in seen.values() if answer not in evidence]:
+        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, evidence))}")
+    for job, answer in expected.items():
+        if seen[job] != answer:
+            raise Wrong(f"job {job}: {seen[job]!r} is not what to change first. {evidence[seen[job]]}")
