@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -56,7 +57,7 @@ def draw_owners(dealt: Mapping[str, Sequence[Sequence[int]]], num_samples: int, 
         for rank, ids in enumerate(parts):
             owner[ids] = rank
         starts = [0, *(np.flatnonzero(np.diff(owner)) + 1), num_samples]
-        for start, end in zip(starts, starts[1:]):
+        for start, end in pairwise(starts):
             if owner[start] >= 0:
                 color = plots.COLORS[owner[start]]
                 axes.broken_barh([(start, end - start)], (row - 0.3, 0.6), color=color, edgecolor="white")
