@@ -113,7 +113,7 @@ def draw_orders(orders: Mapping[str, Sequence[int]], mixed: Mapping[str, float])
 
 
 def scale_image(pixels: np.ndarray, number: int) -> np.ndarray:
-    """Rescale one image (64 pixels, 0 to 1) to (8, 8), -1 to 1. This is the light transform."""
+    """Rescale the 64 pixels of an image from 0..1 to an (8, 8) array from -1 to 1. This is the light transform."""
     return (np.reshape(pixels, (8, 8)) - np.float32(0.5)) / np.float32(0.5)
 
 
