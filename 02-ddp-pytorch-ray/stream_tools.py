@@ -16,7 +16,6 @@ import ray
 import ray.data
 import torch
 from matplotlib.patches import Patch
-from scipy.ndimage import gaussian_filter, map_coordinates
 from torch.utils.data import Dataset
 
 from shared import plots
@@ -112,25 +111,8 @@ def draw_orders(orders: Mapping[str, Sequence[int]], mixed: Mapping[str, float])
 # --- How long the training waits for its input -----------------------------------------------------------------------
 
 
-def scale_image(pixels: np.ndarray, number: int) -> np.ndarray:
-    """Rescale the 64 pixels of an image from 0..1 to an (8, 8) array from -1 to 1. This is the light transform."""
-    return (np.reshape(pixels, (8, 8)) - np.float32(0.5)) / np.float32(0.5)
-
-
-def bend_image(pixels: np.ndarray, number: int) -> np.ndarray:
-    """Bend one image at random after `scale_image`: enlarge it, shift its points, reduce it. The heavy transform.
-
-    number: seeds the random numbers, so the result is the same in each epoch.
-    """
-    generator = np.random.default_rng(number)
-    large = np.kron(scale_image(pixels, number), np.ones((10, 10), np.float32))
-    shifts = [80 * gaussian_filter(generator.uniform(-1, 1, large.shape), 6) for _ in range(2)]
-    points = [axis + shift for axis, shift in zip(np.indices(large.shape), shifts, strict=True)]
-    return map_coordinates(large, points, order=3, mode="nearest")[5::10, 5::10].astype(np.float32)
-
-
 class PreparedRows(Dataset):
-    """Rows in memory for a DataLoader, prepared one by one."""
+    """Rows in memory for a DataLoader. `prepare(pixels, number)` prepares each of them: 64 pixels from 0 to 1."""
 
     def __init__(self, images: torch.Tensor, labels: torch.Tensor, prepare: Callable) -> None:
         self.pixels, self.labels, self.prepare = (images.numpy() + 1) / 2, labels, prepare
