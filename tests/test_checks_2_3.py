@@ -1,165 +1,122 @@
-"""The checks of lesson 2.3: the stub and plausible wrong answers are rejected with a message that helps."""
+"""The checks of lesson 2.3: right answers pass, the stub and plausible wrong ones are rejected with help."""
 
 import ast
 import json
-from pathlib import Path
+from itertools import pairwise
 
-import numpy as np
 import pytest
 from answers import assert_accepts, assert_rejects, stub
+from notebook_rules import ROOT, Notebook
 
 from shared import checks
+from shared.checks import chapter_2
 
-CHAPTER = Path(__file__).parents[1] / "02-ddp-pytorch-ray"
+CHAPTER = ROOT / "02-ddp-pytorch-ray"
+LESSON = CHAPTER / "03_ray_data.ipynb"
 
+# --- 2.3a: five streams to diagnose ----------------------------------------------------------------------------------
 
-class Shift:
-    """The right answer; wrong ones override one method."""
-
-    def __init__(self, seed: int, largest: int) -> None:
-        self.generator = np.random.default_rng(seed)
-        self.largest = largest
-
-    def columns(self, num_images: int):
-        return self.generator.integers(-self.largest, self.largest, size=num_images, endpoint=True)
-
-    def image(self, batch: dict):
-        moves = zip(batch["image"], self.columns(len(batch["image"])), strict=True)
-        return np.stack([np.roll(image, columns, axis=1) for image, columns in moves])
-
-    def __call__(self, batch: dict) -> dict:
-        return {**batch, "image": self.image(batch)}
+DIAGNOSIS = {"A": "files only", "B": "rows dropped", "C": "nothing", "D": "idle rank", "E": "same order"}
 
 
-class InPlace(Shift):
-    def __call__(self, batch):
-        for number, columns in enumerate(self.columns(len(batch["image"]))):
-            batch["image"][number] = np.roll(batch["image"][number], columns, axis=1)
-        return batch
-
-
-class DropsColumns(Shift):
-    def __call__(self, batch):
-        return {"image": self.image(batch)}
-
-
-class OneForAll(Shift):
-    def columns(self, num_images):
-        return np.full(num_images, self.generator.integers(-self.largest, self.largest, endpoint=True))
-
-
-class NeverTheLargest(Shift):
-    def columns(self, num_images):
-        return self.generator.integers(-self.largest, self.largest, size=num_images)
-
-
-class SameEachTime(Shift):
-    def columns(self, num_images):
-        return np.random.default_rng(7).integers(-2, 3, size=num_images)
-
-
-class NoSeed(Shift):
-    def __init__(self, seed, largest):
-        super().__init__(None, largest)
-
-
-class UpAndDown(Shift):
-    def image(self, batch):
-        moves = zip(batch["image"], self.columns(len(batch["image"])), strict=True)
-        return np.stack([np.roll(image, columns, axis=0) for image, columns in moves])
-
-
-class WholeBatchUpAndDown(Shift):
-    def image(self, batch):
-        return np.roll(batch["image"], self.columns(1)[0] or 1, axis=1)
-
-
-class NotRoundTheEdge(Shift):
-    def image(self, batch):
-        images = super().image(batch)
-        images[:, :, 0] = images[:, :, -1] = 0
-        return images
-
-
-class Widens(Shift):
-    def image(self, batch):
-        return super().image(batch).astype(np.float64)
+def test_2_3a_a_stub_is_not_done_yet(capsys):
+    assert_rejects(checks.exercise_2_3a, stub, "not done yet", capsys)
 
 
 def test_2_3a_accepts(capsys):
-    assert_accepts(checks.exercise_2_3a, Shift, capsys)
+    assert_accepts(checks.exercise_2_3a, lambda: DIAGNOSIS, capsys)
 
 
-@pytest.mark.parametrize(("because", "answer"), [
-    ("not done yet", stub),
-    ("writes into the batch", InPlace),
-    ("columns id, image and label", DropsColumns),
-    ("draw a number for each image", OneForAll),
-    ("everything from -2 to 2", NeverTheLargest),
-    ("just like the first", SameEachTime),
-    ("give the generator that seed", NoSeed),
-    ("axis=2 of the whole batch", WholeBatchUpAndDown),
-    ("Sideways is axis=1 of one image", UpAndDown),
-    ("what leaves it comes back in", NotRoundTheEdge),
-    ("float64", Widens),
+@pytest.mark.parametrize(("answer", "because"), [
+    (DIAGNOSIS | {"A": "nothing"}, "stream A: it is not 'nothing'. How many rows does each rank get, how are they mix"),
+    (DIAGNOSIS | {"B": "nothing"}, "stream B: it is not 'nothing'. How many rows does each rank get, how are they mix"),
+    (DIAGNOSIS | {"C": "rows dropped"}, "stream C: it is not 'rows dropped'. Then some of the 101 ids reach neither"),
+    (DIAGNOSIS | {"D": "not split"}, "stream D: it is not 'not split'. Then each rank would receive all 101 samples."),
+    (DIAGNOSIS | {"E": "files only"}, "stream E: it is not 'files only'. Then the rows of a file still arrive one aft"),
+    (DIAGNOSIS | {"C": "idle rank"}, "stream C: it is not 'idle rank'. Then one rank receives nothing."),
+    (DIAGNOSIS | {"C": "same order"}, "stream C: it is not 'same order'. Compare the two epochs on one rank."),
+    (DIAGNOSIS | {"D": "one block"}, "'one block' is not one of the answers 'nothing', 'rows dropped', 'idle rank'"),
+    ({"A": "nothing"}, "return a dict with the keys A, B, C, D and E"),
+    (None, "return a dict with the keys A, B, C, D and E; yours is None"),
 ])  # fmt: skip
 def test_2_3a_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_3a, answer, because, capsys)
+    assert_rejects(checks.exercise_2_3a, lambda: answer, because, capsys)
 
 
-def plan_steps(rows: list[int], batch_size: int) -> list[list[int]]:
-    steps, rows = [], list(rows)
-    while any(rows):
-        steps.append([min(left, batch_size) for left in rows])
-        rows = [left - taken for left, taken in zip(rows, steps[-1], strict=True)]
-    return steps
+@pytest.mark.parametrize("stream", DIAGNOSIS)
+def test_2_3a_each_stream_has_its_fault_and_no_other(stream):
+    ranks = json.loads((CHAPTER / "five_streams.json").read_text())[stream].values()
+    fault = DIAGNOSIS[stream]
+    for epoch in (0, 1):
+        received = [orders[epoch] for orders in ranks]
+        every_id = sorted(received[0] + received[1])
+        assert len(every_id) == len(set(every_id)) == (100 if fault == "rows dropped" else 101)
+        assert (min(map(len, received)) == 0) == (fault == "idle rank")
+        for order in filter(None, received):
+            neighbours = sum(second == first + 1 for first, second in pairwise(order))
+            assert (neighbours > len(order) / 2) == (fault == "files only")
+    for first, second in filter(all, ranks):  # a rank that receives nothing has no order
+        assert (first == second) == (fault == "same order")
 
 
-def until_the_first_is_done(rows, batch_size):
-    return plan_steps(rows, batch_size)[: -(-min(rows) // batch_size)]
+# --- 2.3b: an error that every rank must learn of --------------------------------------------------------------------
+
+SIZES = [[32], [32, 32, 7]]
 
 
-def without_the_idle(rows, batch_size):
-    return [[taken for taken in step if taken] for step in plan_steps(rows, batch_size)]
+def ends(ending="returns", steps=3, weights=None):
+    return {"ending": ending, "steps": steps, "weights": weights or chapter_2.train_on_one_process(SIZES)}
 
 
-def once_more(rows, batch_size):
-    return [*plan_steps(rows, batch_size), [0] * len(rows)]
+RIGHT = [ends(), ends()], [ends("ValueError", 2), ends("ValueError", 2)]
+TIMEOUT = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40131"
 
 
-def by_rank(rows, batch_size):
-    return [list(rank) for rank in zip(*plan_steps(rows, batch_size), strict=True)]
+@pytest.fixture
+def run(monkeypatch, tmp_path):
+    """Lets a test say how train_epoch ends on both ranks, without and with a bad image, without starting any."""
+
+    def ending(whole, broken):
+        reports = {-1: whole, 1: broken}
+        monkeypatch.setattr(chapter_2, "run_train_epoch", lambda script, sizes, broken_rank: reports[broken_rank])
+        script = tmp_path / "bad_image.py"
+        script.write_text("def train_epoch(ddp_model, stream, optimizer): ...")
+        return script
+
+    return ending
 
 
-def dealt_again(rows, batch_size):
-    return plan_steps([sum(rows) // len(rows)] * len(rows), batch_size)
+def test_2_3b_accepts_either_time_to_stop(run, capsys):
+    assert_accepts(checks.exercise_2_3b, run(*RIGHT), capsys)
+    at_the_end = [ends("ValueError", 4), ends("ValueError", 4)]
+    assert_accepts(checks.exercise_2_3b, run(RIGHT[0], at_the_end), capsys)
 
 
-def full_batches_for_all(rows, batch_size):
-    return [[batch_size] * len(rows) for _ in plan_steps(rows, batch_size)]
-
-
-def rounded_down(rows, batch_size):
-    return plan_steps(rows, batch_size)[: max(rows) // batch_size]
-
-
-def test_2_3b_accepts(capsys):
-    assert_accepts(checks.exercise_2_3b, plan_steps, capsys)
-
-
-@pytest.mark.parametrize(("because", "answer"), [
-    ("not done yet", stub),
-    ("goes on with empty batches", until_the_first_is_done),
-    ("Round the number of steps up", rounded_down),
-    ("Step 2 is the first wrong one: the ranks have [6, 3] rows left", full_batches_for_all),
-    ("all-reduce waits for all", without_the_idle),
-    ("a step in which no rank has a row is one too many", once_more),
-    ("Yours has a list for each rank", by_rank),
-    ("with [10, 7] rows", dealt_again),
-    ("a list of steps", lambda rows, batch_size: rows),
+@pytest.mark.parametrize(("whole", "broken", "because"), [
+    ([ends(TIMEOUT), ends(TIMEOUT)], None, "every image can be read, but on rank 0 train_epoch ends with RuntimeError"),
+    ([ends(), ends("ValueError")], None, "but on rank 1 train_epoch ends with ValueError. Does every rank call every"),
+    ([ends(steps=1), ends(steps=1)], None, "on rank 0 the optimizer takes 1 steps, expected 3"),
+    ([ends(weights=[0.0] * 640)] * 2, None, "on rank 0 the weights are not those of one process. Keep the loss"),
+    (RIGHT[0], RIGHT[0], "rank 1 cannot read an image, and both ranks return as if the epoch were complete"),
+    (RIGHT[0], [ends(TIMEOUT), ends("ValueError")], "rank 0 gets an error of the network. It waits in a collective"),
+    (RIGHT[0], [ends(), ends("ValueError")], "rank 1 cannot read an image, and rank 0 returns. How could it know"),
+    (RIGHT[0], [ends("ValueError", 4), ends("ValueError", 2)], "have taken 4 and 2 steps: their weights differ"),
 ])  # fmt: skip
-def test_2_3b_rejects(answer, because, capsys):
-    assert_rejects(checks.exercise_2_3b, answer, because, capsys)
+def test_2_3b_rejects(whole, broken, because, run, capsys):
+    assert_rejects(checks.exercise_2_3b, run(whole, broken), because, capsys)
+
+
+def test_2_3b_the_stub_is_not_done_yet_and_without_its_line_leaves_a_rank_waiting(tmp_path, capsys):
+    (cell,) = (cell for cell in Notebook(LESSON).cells if cell.target.endswith("bad_image.py"))
+    script = tmp_path / "bad_image.py"
+    script.write_text(cell.body)
+    assert_rejects(checks.exercise_2_3b, script, "not done yet", capsys)
+    script.write_text("".join(line for line in cell.body.splitlines(True) if not line.startswith("raise NotImpl")))
+    assert checks.exercise_2_3b(script) is False
+    assert "rank 1 cannot read an image, and rank 0 gets an error of the network" in capsys.readouterr().out
+
+
+# --- the lesson ------------------------------------------------------------------------------------------------------
 
 
 def class_named(name: str, source: str) -> str:
@@ -169,7 +126,6 @@ def class_named(name: str, source: str) -> str:
 
 
 def test_the_lesson_shows_the_class_that_the_script_uses() -> None:
-    cells = json.loads((CHAPTER / "03_ray_data.ipynb").read_text())["cells"]
-    shown = next(source for cell in cells if "class EverySample" in (source := "".join(cell["source"])))
+    shown = next(cell.source for cell in Notebook(LESSON).code if "class EverySample" in cell.source)
     script = (CHAPTER / "ray_images.py").read_text()
     assert class_named("EverySample", shown) == class_named("EverySample", script)

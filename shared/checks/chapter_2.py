@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from shared import models
@@ -271,85 +270,134 @@ def compare_models(script: str | Path) -> list[list[dict]]:
 # --- Lesson 2.3: Ray Data --------------------------------------------------------------------------------------------
 
 
-@exercise("2.3a", "a transform that changes what it should, and nothing else.")
-def exercise_2_3a(transform: Callable) -> None:
-    """transform(seed, largest) makes a callable that takes a batch with its images shifted sideways at random."""
-    ids, images = np.arange(40), np.random.default_rng(0).random((40, 8, 8), dtype=np.float32)
-    batch = {"id": ids, "image": images, "label": ids % 10}
-    for array in batch.values():
-        array.flags.writeable = False  # as Ray Data hands them over: they lie in memory that others read too
-    before = images.copy()
-    shift = transform(7, 2)
-    try:
-        first, second = shift(dict(batch)), shift(dict(batch))
-    except ValueError as error:
-        if "read-only" not in str(error):
-            raise
-        raise Wrong("it writes into the batch it was given, which others read too: make a new array") from None
-    for answer in (first, second):
-        if not isinstance(answer, dict) or set(answer) != set(batch):
-            seen = sorted(answer) if isinstance(answer, dict) else type(answer).__name__
-            raise Wrong(f"return a batch with the columns id, image and label; yours is {seen}. See {{**batch, ...}}")
-        if not (np.array_equal(answer["id"], ids) and np.array_equal(answer["label"], ids % 10)):
-            raise Wrong("ids and labels should come out as they went in")
-        seen = np.asarray(answer["image"])
-        if seen.shape != images.shape or seen.dtype != np.float32:
-            raise Wrong(f"the images should be float32 of shape {images.shape}, and are {seen.dtype} of {seen.shape}")
-    if not np.array_equal(images, before):
-        raise Wrong("the batch it was given has changed: make a new array")
-    choices = [np.roll(before, columns, axis=2) for columns in range(-2, 3)]
-    upright = [np.roll(before, rows, axis=1) for rows in (-2, -1, 1, 2)]
-
-    def shifts(answer: dict) -> list[int]:
-        fits = [[np.array_equal(choice[i], answer["image"][i]) for choice in choices] for i in range(len(ids))]
-        for i, fit in enumerate(fits):
-            if not any(fit):
-                hint = "np.roll(image, columns, axis=1) moves a single one, and what leaves it comes back in"
-                if any(np.array_equal(choice[i], answer["image"][i]) for choice in upright):
-                    hint = "it is moved up or down. Sideways is axis=1 of one image, and axis=2 of the whole batch"
-                raise Wrong(f"image {i} is not the original moved by -2 to 2 columns: {hint}")
-        return [fit.index(True) - 2 for fit in fits]
-
-    columns = shifts(first)
-    if len(set(columns)) == 1:
-        raise Wrong(f"all images of a batch are moved by {columns[0]}: draw a number for each image")
-    if set(columns) != set(range(-2, 3)):
-        raise Wrong(f"40 images are moved by {sorted(set(columns))} columns only, expected everything from -2 to 2")
-    if shifts(second) == columns:
-        raise Wrong("the second batch is moved just like the first: make the generator once, in __init__")
-    if shifts(transform(7, 2)(dict(batch))) != columns:
-        raise Wrong("made again with the same seed, it moves the images otherwise: give the generator that seed")
+STREAMS_2_3A = {"A": "files only", "B": "rows dropped", "C": "nothing", "D": "idle rank", "E": "same order"}
 
 
-@exercise("2.3b", "all ranks go on until the last one has no rows left.")
-def exercise_2_3b(plan_steps: Callable[[list[int], int], list[list[int]]]) -> None:
-    """plan_steps(rows of each rank, batch size of a rank) -> for each step, the rows that each rank brings."""
-    for rows, batch_size in (([8, 8], 4), ([10, 7], 4), ([9, 0], 4), ([3, 12, 5], 4), ([0, 0], 4), ([1], 32)):
-        steps = -(-max(rows) // batch_size)
-        expected = [[min(max(n - step * batch_size, 0), batch_size) for n in rows] for step in range(steps)]
-        answer = plan_steps(list(rows), batch_size)
-        try:
-            seen = [[int(n) for n in step] for step in answer]
-        except TypeError:
-            raise Wrong(f"return a list of steps, each a list with one number a rank; yours is {answer!r}") from None
-        if seen != expected:
-            dealt = sum(sum(step) for step in seen)
-            hint = "A rank whose rows are used up brings 0."
-            if len(seen) == len(expected):
-                wrong = next(step for step, brought in enumerate(seen) if brought != expected[step])
-                left = [max(n - wrong * batch_size, 0) for n in rows]
-                hint = f"Step {wrong + 1} is the first wrong one: the ranks have {left} rows left by then."
-            if len(rows) > 1 and seen == [list(rank) for rank in zip(*expected, strict=True)]:
-                hint = "Yours has a list for each rank: return one for each step."
-            elif len(seen) > len(expected) and not any(sum(step) for step in seen[len(expected) :]):
-                hint = "All rows are used before your last step: a step in which no rank has a row is one too many."
-            elif dealt < sum(rows) and len(seen) < len(expected):
-                hint = f"{dealt} of {sum(rows)} rows are used: a rank that is done goes on with empty batches."
-                if len(seen) == max(rows) // batch_size:
-                    hint += " Round the number of steps up."
-            elif any(len(step) != len(rows) for step in seen):
-                hint = "Every rank takes part in every step, if only with 0 rows: all-reduce waits for all."
-            raise Wrong(f"with {rows} rows in batches of {batch_size} it is {expected}; you say {seen}. {hint}")
+@exercise("2.3a", "you compare rows over both ranks, their order, and both epochs.")
+def exercise_2_3a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> for each stream in five_streams.json what is wrong with it."""
+    evidence = {  # what to look at for each answer that is wrong
+        "nothing": "How many rows does each rank get, how are they mixed, and what changes from epoch to epoch?",
+        "rows dropped": "Then some of the 101 ids reach neither rank. Which ones?",
+        "idle rank": "Then one rank receives nothing. How many rows does each rank get?",
+        "not split": "Then each rank would receive all 101 samples. How many does each rank get?",
+        "files only": "Then the rows of a file still arrive one after the other. Do they?",
+        "same order": "Compare the two epochs on one rank.",
+    }
+    seen = diagnose()
+    if not isinstance(seen, dict) or set(seen) != set(STREAMS_2_3A):
+        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    if unknown := [answer for answer in seen.values() if answer not in evidence]:
+        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, evidence))}")
+    for stream, answer in STREAMS_2_3A.items():
+        if seen[stream] != answer:
+            raise Wrong(f"stream {stream}: it is not {seen[stream]!r}. {evidence[seen[stream]]}")
+
+
+# Runs under torchrun: calls the learner's train_epoch with this rank's stream, and writes how it ended.
+CALL_TRAIN_EPOCH = """
+import datetime, json, runpy, sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from shared.checks import chapter_2
+
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
+dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+path, folder, sizes, broken_rank = sys.argv[1:]
+rank, steps = dist.get_rank(), []
+
+def stream():
+    yield from chapter_2.rank_batches(rank, json.loads(sizes)[rank])
+    if rank == int(broken_rank):
+        raise ValueError("cannot read image 71")
+
+model = chapter_2.linear_model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer.register_step_post_hook(lambda *_: steps.append(1))
+train_epoch = runpy.run_path(path)["train_epoch"]
+try:
+    train_epoch(DistributedDataParallel(model), stream(), optimizer)
+    ending = "returns"
+except ValueError:
+    ending = "ValueError"
+except RuntimeError as error:  # of a collective that the other rank has not joined
+    ending = f"RuntimeError: {error}"
+report = {"ending": ending, "steps": len(steps), "weights": model.weight.flatten().tolist()}
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump(report, file)
+dist.destroy_process_group()
+"""
+
+
+def linear_model() -> torch.nn.Linear:
+    """Return the model of exercise 2.3b, in float64 and with the same weights at each call."""
+    torch.manual_seed(7)
+    return torch.nn.Linear(64, 10).double()
+
+
+def rank_batches(rank: int, sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the batches (images, labels) of a rank in exercise 2.3b, with these numbers of rows."""
+    generator = torch.Generator().manual_seed(rank)
+    images = [torch.randn(size, 64, generator=generator, dtype=torch.float64) for size in sizes]
+    return [(rows, torch.randint(10, (len(rows),), generator=generator)) for rows in images]
+
+
+def train_on_one_process(sizes: list[list[int]]) -> list[float]:
+    """Return the weights after one process has trained on the batches of all ranks."""
+    model = linear_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ranks = [rank_batches(rank, rank_sizes) for rank, rank_sizes in enumerate(sizes)]
+    for step in range(max(map(len, sizes))):
+        batches = [batches[step] for batches in ranks if step < len(batches)]
+        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    return model.weight.flatten().tolist()
+
+
+def run_train_epoch(script: str | Path, sizes: list[list[int]], broken_rank: int) -> list[dict]:
+    """Call train_epoch on two ranks with streams of these batches. Return each rank's ending, steps and weights.
+
+    broken_rank: the rank whose stream raises ValueError after its last batch; -1 for none.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        caller = Path(folder) / "call.py"
+        caller.write_text(CALL_TRAIN_EPOCH)
+        run_script(caller, 2, str(script), folder, json.dumps(sizes), str(broken_rank))
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@exercise("2.3b", "every rank learns of the error before any rank leaves.")
+def exercise_2_3b(script: str | Path) -> None:
+    """A file with train_epoch(ddp_model, stream, optimizer), which ends equally on all ranks."""
+    refuse_stub(script)
+    sizes = [[32], [32, 32, 7]]
+    reports = run_train_epoch(script, sizes, broken_rank=-1)
+    for rank, report in enumerate(reports):
+        where = "the streams have 1 and 3 batches, and every image can be read, but on"
+        if report["ending"] != "returns":
+            hint = "Does every rank call every collective in every step?"
+            raise Wrong(f"{where} rank {rank} train_epoch ends with {report['ending'][:120]}. {hint}")
+        if report["steps"] != 3:
+            raise Wrong(f"{where} rank {rank} the optimizer takes {report['steps']} steps, expected 3")
+        if not all(map(math.isclose, report["weights"], train_on_one_process(sizes))):
+            hint = "Keep the loss: its sum over this rank's rows, divided by the rows of all ranks."
+            raise Wrong(f"{where} rank {rank} the weights are not those of one process. {hint}")
+    reports = run_train_epoch(script, [[32, 32, 32, 32], [32, 32]], broken_rank=1)
+    endings = [report["ending"] for report in reports]
+    if endings[0] == endings[1] == "returns":
+        raise Wrong("rank 1 cannot read an image, and both ranks return as if the epoch were complete")
+    for rank, ending in enumerate(endings):
+        if ending.startswith("RuntimeError"):
+            hint = "It waits in a collective that the other rank never joins: who has left the loop, and when?"
+            raise Wrong(f"rank 1 cannot read an image, and rank {rank} gets an error of the network. {hint}")
+        if ending == "returns":
+            raise Wrong(f"rank 1 cannot read an image, and rank {rank} returns. How could it know of the error?")
+    steps = [report["steps"] for report in reports]
+    if steps[0] != steps[1] or not all(map(math.isclose, *(report["weights"] for report in reports))):
+        raise Wrong(f"both ranks raise, but they have taken {steps[0]} and {steps[1]} steps: their weights differ")
 
 
 # --- Lesson 2.4: checkpoints and resuming ----------------------------------------------------------------------------
