@@ -1,7 +1,7 @@
 """Compare two ranks with one process for GroupNorm, BatchNorm and a BatchNorm with global statistics.
 
 Lesson 1.3 starts it with torchrun on two ranks. Rank 0 writes the differences to the JSON file named on the command
-line. `GlobalBatchNorm` shows what `torch.nn.SyncBatchNorm` does, which runs on GPUs only.
+line. `GlobalBatchNorm` shows what `torch.nn.SyncBatchNorm`, which runs only on GPUs, does.
 """
 
 import json
@@ -51,7 +51,7 @@ class GlobalBatchNorm(nn.BatchNorm2d):
 
 
 def convert(module):
-    """Replace every BatchNorm2d of an untrained model by a new GlobalBatchNorm."""
+    """Replace every BatchNorm2d of an untrained model with a new GlobalBatchNorm."""
     for name, child in module.named_children():
         if isinstance(child, nn.BatchNorm2d):
             setattr(module, name, GlobalBatchNorm(child.num_features))
@@ -76,7 +76,10 @@ def loss_and_gradient(network, model, images, labels):
 
 
 def compare(worker, seed, images, labels, norm, global_statistics=False):
-    """Return two errors of two ranks on one batch: the loss's, and the gradient's relative to its length."""
+    """Return how far two ranks' loss and gradient are from one process's, on one batch.
+
+    The gradient's error is relative to the gradient's length.
+    """
     model = build(norm, seed)
     loss, gradient = loss_and_gradient(model, model, images, labels)  # one process with the whole batch
     model = build(norm, seed, global_statistics)

@@ -1,6 +1,6 @@
 """Watch DistributedDataParallel during backward(): when each gradient is ready, and when each bucket is averaged.
 
-Lesson 1.3 starts it with torchrun. It trains ResNet-18 for three steps with each of four settings of DDP. Rank 0 writes
+Lesson 1.3 starts it with torchrun. It runs ResNet-18 forward and backward three times with each of four settings of DDP. Rank 0 writes
 its times and sizes to the JSON file named on the command line. `draw` makes the lesson's picture of them.
 """
 
@@ -44,7 +44,9 @@ def distinct_bytes(tensors):
 
 
 def watch(images, labels, **options):
-    """Train for three steps. Return each step's start of backward, gradients, buckets and bytes."""
+    """Run three steps, forward and backward. For each, return when backward began, when each gradient was ready, and
+    the buckets and bytes.
+    """
     model = models.resnet18()
     ddp_model = DistributedDataParallel(model, **options)
     log, ready, steps = [], [], []

@@ -105,6 +105,13 @@ WRONG_DDPS = {
         MY_DDP.replace(", async_op=True", "").replace(WAIT, ""),
         "4 all-reduces made backward.. wait",
     ),
+    "growing forever": (
+        MY_DDP.replace("(parameter, work)", "(parameter.grad, work)")
+        .replace("for parameter, work", "for gradient, work")
+        .replace("parameter.grad /=", "gradient /=")
+        .replace("    pending.clear()\n", ""),
+        "8 entries are left in `pending` after two steps",
+    ),
     "after backward": (BY_HAND, "no all-reduce had started when backward.. returned"),
 }
 

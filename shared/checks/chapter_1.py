@@ -367,7 +367,7 @@ def watch(path):
         functions["finish"](pending)
         means = [mean_over_ranks(gradient) for gradient in own]
         kinds = [kind(p.grad, gradient, mean) for p, gradient, mean in zip(parameters, own, means)]
-        steps.append({"kinds": kinds, "async_ops": during_backward})
+        steps.append({"kinds": kinds, "async_ops": during_backward, "left": len(pending)})
     dist.all_reduce = really_all_reduce
     return steps
 
@@ -406,7 +406,7 @@ def judge_my_ddp(seen: list[list[dict]]) -> None:
                     hint = "Step 1 was right: does `finish` leave `pending` empty for the next step?"
                 raise Wrong(
                     f"in step {step + 1} on rank {rank}, {kinds.count(kind)} of {len(kinds)} gradients should be the "
-                    f"mean over the ranks, and are {kind}. {hint}"
+                    f"mean over the ranks, but are {kind}. {hint}"
                 )
     started = seen[0][0]["async_ops"]
     if not started:
@@ -418,6 +418,11 @@ def judge_my_ddp(seen: list[list[dict]]) -> None:
         raise Wrong(
             f"all gradients are right, but {started.count(False)} all-reduces made backward() wait. Start them in the "
             "background (section 2), and wait in `finish`"
+        )
+    if left := seen[0][1]["left"]:
+        raise Wrong(
+            f"all gradients are right, but {left} entries are left in `pending` after two steps: the list grows forever. "
+            "Empty it in `finish`"
         )
 
 
