@@ -99,14 +99,14 @@ def draw_two_kills(undisturbed: Sequence[float], killed: Sequence[float], resume
     Each point is the mean of 40 steps.
     resumed_after: the steps after which the second and the third set of workers have continued.
     """
-    axes = plots.new_axes("Three sets of workers, one curve", "step", "cross entropy", size=(6, 3.8))
-    axes.title.set_fontsize(14)
+    axes = plots.new_axes("", "step", "cross entropy", size=(6, 3.8))
+    axes.set_title("Three sets of workers, one curve", loc="left", fontsize=14)
     axes.plot(*mean_losses(undisturbed), color="#c9c9c9", linewidth=9, label="undisturbed, under torchrun")
     ends = [0, *resumed_after, len(killed)]
     for number, (start, end) in enumerate(itertools.pairwise(ends)):
         label = ("first", "second", "third")[number] + " workers, on Ray"
         steps, means = mean_losses(killed)
-        inside = [position for position, step in enumerate(steps) if start < step <= end]
+        inside = [position for position, step in enumerate(steps) if start <= step <= end]
         axes.plot(
             [steps[position] for position in inside], [means[position] for position in inside],
             color=plots.COLORS[number], linewidth=2.5, marker="o", markersize=5, label=label,
@@ -118,7 +118,7 @@ def draw_two_kills(undisturbed: Sequence[float], killed: Sequence[float], resume
     axes.xaxis.label.set_fontsize(12)
     axes.yaxis.label.set_fontsize(12)
     axes.tick_params(labelsize=12)
-    axes.legend(frameon=False, fontsize=12)
+    axes.legend(framealpha=1, edgecolor="none", fontsize=12)
     return axes
 
 
