@@ -111,7 +111,7 @@ def draw_two_kills(undisturbed: Sequence[float], killed: Sequence[float], resume
             [steps[position] for position in inside], [means[position] for position in inside],
             color=plots.COLORS[number], linewidth=2.5, marker="o", markersize=5, label=label,
         )  # fmt: skip
-    for step, who in zip(resumed_after, ("a worker", "the driver"), strict=True):
+    for step, who in zip(resumed_after, ("worker", "driver"), strict=True):
         axes.axvline(step, color="black", linestyle=":", linewidth=1.5)
         axes.annotate(f" {who} killed:\n back to {step}", (step, 0.42), xycoords=("data", "axes fraction"), fontsize=11)
     axes.set_ylim(bottom=0)
