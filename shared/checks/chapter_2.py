@@ -402,50 +402,191 @@ def exercise_2_3b(script: str | Path) -> None:
 
 # --- Lesson 2.4: checkpoints and resuming ----------------------------------------------------------------------------
 
+# What a run may have failed to restore, and what one sees then.
+LEFT_OUT = {
+    "nothing": "every loss is equal to that of the uninterrupted run",
+    "model": "both ranks' losses jump back to those of an untrained model",
+    "optimizer": "both ranks' first losses are right and both ranks' second losses are wrong",
+    "optimizer on rank 1": "both ranks' first losses are right, and only rank 1's second loss is wrong",
+    "scheduler": "several losses are right on both ranks, until only one of the runs halves its learning rate",
+    "generators": "both ranks' first losses are wrong, on the right samples",
+    "generators on rank 1": "rank 1's first loss is wrong on the right samples, and rank 0's is right",
+    "progress": "the ranks train on other samples than the uninterrupted run",
+}
 
-@exercise("2.4a", "the best ones to use, the newest one to go on from.")
-def exercise_2_4a(kept_reports: Callable[[list[float], int, str | None], list[int]]) -> None:
-    """kept_reports(scores, num_to_keep, order) -> numbers of the reports whose checkpoints are kept, sorted."""
-    for scores, num_to_keep, order, expected in (
-        ([0.5, 0.9, 0.8, 0.6], 2, "max", [1, 2, 3]),
-        ([0.5, 0.9, 0.8, 0.95], 2, "max", [1, 3]),
-        ([0.5, 0.9, 0.8, 0.6], 2, "min", [0, 3]),
-        ([0.5, 0.9, 0.8, 0.6], 2, None, [2, 3]),
-        ([0.7, 0.4, 0.2], 1, "max", [0, 2]),
-        ([0.7], 3, "max", [0]),
-    ):
-        call = f"kept_reports({scores}, {num_to_keep}, {order!r})"
-        answer = kept_reports(list(scores), num_to_keep, order)
+
+@exercise("2.4a", "you found the part by the first wrong loss, and the rank by comparing both.")
+def exercise_2_4a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> what each run in five_resumes.json did not restore, one of LEFT_OUT."""
+    seen = diagnose()
+    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E"]:
+        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    expected = {
+        "A": "scheduler",
+        "B": "generators on rank 1",
+        "C": "nothing",
+        "D": "optimizer on rank 1",
+        "E": "progress",
+    }
+    for run, left_out in expected.items():
+        if seen[run] not in LEFT_OUT:
+            raise Wrong(f"run {run}: {seen[run]!r} is not one of the answers {', '.join(map(repr, LEFT_OUT))}")
+        if seen[run] != left_out:
+            raise Wrong(
+                f"run {run}: you say {seen[run]!r}. Then {LEFT_OUT[seen[run]]}. Is that what you see in run {run}?"
+            )
+
+
+# Runs under torchrun: first trains for reference, then again with the learner's save and resume. Rank 0 kills itself
+# when it has written half of the checkpoint after step 9, so torchrun starts both ranks again.
+KILL_IN_SAVE = """
+import io, json, os, runpy, signal, sys
+from pathlib import Path
+import torch
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from shared import datasets, distributed, models
+
+script, folder = sys.argv[1], Path(sys.argv[2])
+path, killed = folder / "checkpoint.pt", folder / "killed"
+worker = distributed.join(timeout_s=30)
+attempt = 2 if killed.exists() else 1
+print(f"attempt {attempt} begins", file=sys.stderr, flush=True)
+learner = runpy.run_path(script)
+images, labels = datasets.load("digits").train.tensors
+really_save = torch.save
+
+def new_run():
+    distributed.seed_everything(7)
+    model = models.MLP(input_dim=64, hidden_dim=32, dropout=0.5)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
+    distributed.seed_everything(7 + worker.rank)
+    return model, optimizer, scheduler
+
+def train(run, done, name):
+    model, optimizer, scheduler = run
+    ddp_model = DistributedDataParallel(model)
+    for step in range(done + 1, 13):
+        batch = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))[worker.rank : 32 : 2]
+        loss = F.cross_entropy(ddp_model(images[batch]), labels[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        with open(folder / f"{name}-{worker.rank}.jsonl", "a") as file:
+            file.write(json.dumps([attempt, step, loss.item()]) + "\\n")
+        if name == "run" and step % 3 == 0:
+            if (attempt, step, worker.rank) == (1, 9, 0):
+                torch.save = write_half_and_die
+            learner["save"](str(path), *run, step, worker.rank)
+
+def write_half_and_die(state, file, *args, **kwargs):
+    if isinstance(file, io.BytesIO):  # to pickle a tensor, as all_gather_object does, torch saves it into memory
+        return really_save(state, file, *args, **kwargs)
+    whole = io.BytesIO()
+    really_save(state, whole)
+    half = whole.getvalue()[: whole.tell() // 2]
+    if hasattr(file, "write"):
+        file.write(half)
+        file.flush()
+    else:
+        Path(file).write_bytes(half)
+    killed.touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+if attempt == 1:
+    train(new_run(), 0, "reference")
+run, done = new_run(), 0
+if path.exists():
+    done = learner["resume"](str(path), *run, worker.rank)
+    if not isinstance(done, int):
+        raise TypeError(f"resume() should return the number of steps done, and returns {done!r} on rank {worker.rank}")
+train(run, done, "run")
+distributed.leave()
+"""
+
+# What torch.load says of a file that was cut off.
+HALF_A_FILE = "zip archive|central directory|PytorchStreamReader|Ran out of input|EOFError|OSError.*Invalid argument"
+
+
+@exercise("2.4b", "rank 0 died while it wrote a checkpoint, and no loss shows it.")
+def exercise_2_4b(script: str | Path) -> None:
+    """A file with save(...) and resume(...), which carry two ranks over a SIGKILL bit for bit."""
+    refuse_stub(script)
+    if "shared.checkpoint" in (text := Path(script).read_text()) or re.search("from shared import .*checkpoint", text):
+        raise Wrong("write it with PyTorch and shared.distributed: shared.checkpoint is what you are building")
+    judge_resume(*kill_in_save(script))
+
+
+def kill_in_save(script: str | Path) -> tuple[int, str, bool, dict[str, list]]:
+    """Run two ranks that call the learner's save and resume, with a SIGKILL in the third save.
+
+    Returns (exit code, stderr, whether rank 0 was killed, logs). Each log, such as logs["run-0"], is a list of
+    [attempt, step, loss].
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        runner = Path(folder, "runner.py")
+        runner.write_text(KILL_IN_SAVE)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        exit_code, errors = run_command([*torchrun, str(runner), str(script), folder])
+        logs = {}
+        for name in ("reference-0", "reference-1", "run-0", "run-1"):
+            path = Path(folder, f"{name}.jsonl")
+            logs[name] = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return exit_code, errors, Path(folder, "killed").exists(), logs
+
+
+def judge_resume(exit_code: int, errors: str, killed: bool, logs: dict[str, list]) -> None:
+    """Raise Wrong unless both ranks went through the kill and have the losses of the reference."""
+    errors = errors.rpartition("attempt 2 begins")[2]  # those of attempt 1 come from the kill, which is intended
+    if not killed and exit_code == 0:
+        raise Wrong("the kill waits in rank 0's torch.save into a file, and rank 0 never called it: which rank writes?")
+    if exit_code != 0:
+        if re.search(
+            "zip archive|central directory|PytorchStreamReader|Ran out of input|EOFError|OSError.*Invalid argument",
+            errors,
+        ):
+            raise Wrong(
+                "rank 0 died when it had written half of a checkpoint, and resume() reads that half. Which name should "
+                "a file have while it is being written?"
+            )
         try:
-            seen = sorted(answer)
-            are_numbers = all(number == int(number) for number in seen)
-        except (TypeError, ValueError):
-            raise Wrong(f"{call} should return a list of numbers; yours is {answer!r}") from None
-        if not are_numbers:
-            raise Wrong(f"{call} should return the numbers of the reports, not their scores; yours is {answer!r}")
-        if seen != expected:
+            expect_success(exit_code, errors)
+        except Wrong as error:
             hint = ""
-            ranking = sorted(range(len(scores)), key=lambda number: scores[number])
-            best = ranking[::-1] if order == "max" else ranking
-            if max(seen, default=0) >= len(scores):
-                hint = f"There are {len(scores)} reports, and the first one has the number 0."
-            elif len(set(seen)) < len(seen):
-                hint = "Each number once."
-            elif len(scores) - 1 not in seen:
-                hint = "The newest is always kept: a run that fails goes on from it."
-            elif order is None:
-                hint = "Without a score the newest are kept."
-            elif order == "min" and seen == sorted({*ranking[-num_to_keep:], len(scores) - 1}):
-                hint = 'With order="min" the lowest scores are the best.'
-            elif order == "max" and seen == sorted({*ranking[:num_to_keep], len(scores) - 1}):
-                hint = 'With order="max" the highest scores are the best.'
-            elif order is not None and seen == sorted({*best[: num_to_keep - 1], len(scores) - 1}):
-                hint = f"The newest does not count: it is kept beside the {num_to_keep} best ones."
-            raise Wrong(f"{call} is {expected}; you say {seen}. {hint}".strip())
+            if re.search("[Cc]onnection|[Tt]imed out|[Bb]roken pipe|read .* bytes|size", str(error)):
+                hint = " Does every rank call every collective, as often as the others?"
+            raise Wrong(f"{'after' if killed else 'before'} the kill, {error}.{hint}") from None
+    continued = [[line for line in logs[f"run-{rank}"] if line[0] == 2] for rank in (0, 1)]
+    for rank, lines in enumerate(continued):
+        if not lines or lines[0][1] != 7:
+            begins = f"begins with step {lines[0][1]}" if lines else "does no step"
+            hint = "What does resume() return?"
+            if lines and lines[0][1] == 1:
+                hint = "Is there a file at `path` after save(), on all ranks, and does resume() return its step?"
+            elif lines and lines[0][1] == 10:
+                hint = "Rank 0 was killed before that file was complete: which other rank writes it?"
+            raise Wrong(
+                f"after the kill rank {rank} {begins}, expected step 7, after the last whole checkpoint. {hint}"
+            )
+    expected = [[loss for _, step, loss in logs[f"reference-{rank}"] if step >= 7] for rank in (0, 1)]
+    seen = [[loss for _, _, loss in lines] for lines in continued]
+    for step, both in enumerate(zip(zip(*expected, strict=True), zip(*seen, strict=True), strict=True), start=7):
+        wrong = [rank for rank in (0, 1) if not math.isclose(both[0][rank], both[1][rank], rel_tol=1e-6)]
+        if wrong:
+            where = "on both ranks" if len(wrong) == 2 else f"on rank {wrong[0]} alone"
+            hint = (
+                "It depends on the weights and on what dropout drops: what is missing?" if step == 7 and len(wrong) == 2
+                else "The ranks have equal weights. Do they draw equal random numbers?" if step == 7
+                else "Step 7 moved the weights differently: what does Adam remember, on each rank?" if step == 8
+                else "An earlier step had a different learning rate: which step does the scheduler count?"
+            )  # fmt: skip
+            raise Wrong(f"after the kill, the loss of step {step} is wrong {where}. {hint}")
 
 
-@exercise("2.4b", "a file that fits is loaded, one that does not is refused.")
-def exercise_2_4b(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module]) -> None:
+@exercise("2.4c", "a file that fits is loaded, and any other is refused.")
+def exercise_2_4c(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module]) -> None:
     """load_weights(model, path) -> the model with the weights of a file from the bare model or its DDP wrapper."""
 
     class Nested(torch.nn.Module):
@@ -462,7 +603,7 @@ def exercise_2_4b(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module
             trained = make()
             for prefix, saved in (("", "the bare model"), ("module.", "its DDP wrapper")):
                 if isinstance(trained, Nested) and not prefix:
-                    continue  # "module." is ambiguous there: no function could know
+                    continue  # "module." is ambiguous there, and no function could tell
                 torch.save({prefix + name: value for name, value in trained.state_dict().items()}, path)
                 fresh = make()
                 try:
@@ -471,13 +612,16 @@ def exercise_2_4b(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module
                     raise
                 except (RuntimeError, TypeError) as error:
                     line = str(error).splitlines()[-1].strip()
-                    hint = " (consume_prefix_in_state_dict_if_present returns nothing)" if "None" in line else ""
+                    hint = ". Some functions change their argument and return None" if "None" in line else ""
                     raise Wrong(f"for {what}, saved from {saved}, it raises: {line}{hint}") from None
                 if not isinstance(loaded, torch.nn.Module):
                     raise Wrong(f"return the model; yours returns {type(loaded).__name__}")
                 state = loaded.state_dict()
                 if any(not torch.equal(state[name], value) for name, value in trained.state_dict().items()):
-                    raise Wrong(f"for {what}, saved from {saved}, the weights are not the file's. Was it strict?")
+                    raise Wrong(
+                        f"for {what}, saved from {saved}, the model does not have the weights of the file. Which names "
+                        "did not match?"
+                    )
                 if loaded.training:
                     raise Wrong("the model is in training mode, where dropout drops neurons: call eval()")
         torch.save(torch.nn.Linear(3, 3).state_dict(), path)
@@ -486,14 +630,17 @@ def exercise_2_4b(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module
         except (RuntimeError, ValueError, KeyError):
             pass
         else:
-            raise Wrong("a file of another model was taken without a word: leave strict=True as it is")
+            raise Wrong(
+                "the file of a different model loads without an error: which names were missing, and what should have "
+                "reported them?"
+            )
         witness = Path(folder, "witness")
         with open(path, "wb") as file:
             pickle.dump(Intruder(str(witness)), file, protocol=2)
         with contextlib.suppress(Exception):
             load_weights(models.MLP(input_dim=64, hidden_dim=8), path)
         if witness.exists():
-            raise Wrong("a file from elsewhere could run code in your process: load it with weights_only=True")
+            raise Wrong("the file ran code in your process while you read it: load it with weights_only=True")
 
 
 class Intruder:
