@@ -1,7 +1,8 @@
 """Watch DistributedDataParallel during backward(): when each gradient is ready, and when each bucket is averaged.
 
-Lesson 1.3 starts it with torchrun. It runs ResNet-18 forward and backward three times with each of four settings of DDP. Rank 0 writes
-its times and sizes to the JSON file named on the command line. `draw` makes the lesson's picture of them.
+Lesson 1.3 starts it with torchrun. It runs ResNet-18 forward and backward three times with each of four settings of
+DDP. Rank 0 writes its times and sizes to the JSON file named on the command line. `draw` makes the lesson's picture of
+them.
 """
 
 import json

@@ -49,7 +49,7 @@ def stub():
         ),
         (lambda: {**RIGHT, "B": "correct"}, "run B is not 'correct'. The ranks agree with each other"),
         (lambda: {**RIGHT, "C": "correct"}, "run C is not 'correct'. Read both ranks' samples"),
-        (lambda: {**RIGHT, "D": "forgotten"}, "run D is not 'forgotten'. Without averaging"),
+        (lambda: {**RIGHT, "D": "forgotten"}, "run D is not 'forgotten'. In a forgotten run"),
     ],
 )
 def test_a_wrong_diagnosis_is_rejected_with_help(diagnose, help_in_message, capsys):

@@ -137,7 +137,7 @@ def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
         if answer[run] not in causes:
             raise Wrong(f"run {run}: {answer[run]!r} is not a cause; choose from {', '.join(causes)}")
         if answer[run] == "forgotten":
-            look_here = "Without averaging, the weights are equal before step 1 and different after it. " + look_here
+            look_here = "In a forgotten run the weights would be equal before step 1 and different after it. " + look_here
         if answer[run] != cause:
             raise Wrong(f"run {run} is not {answer[run]!r}. {look_here}")
 
@@ -421,7 +421,7 @@ def judge_my_ddp(seen: list[list[dict]]) -> None:
         )
     if left := seen[0][1]["left"]:
         raise Wrong(
-            f"all gradients are right, but {left} entries are left in `pending` after two steps: the list grows forever. "
+            f"all gradients are right, but {left} entries are left in `pending` after two steps, so it grows forever. "
             "Empty it in `finish`"
         )
 
