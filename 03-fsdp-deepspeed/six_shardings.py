@@ -132,6 +132,7 @@ if __name__ == "__main__":
     for run, mistake in MISTAKES.items():
         for rank, held in enumerate(distributed.gather_objects(train(worker, mistake))):
             if worker.rank == 0:
-                steps = (held[start : start + 4] for start in range(0, len(held), 4))
-                print(f"run {run}, rank {rank}  ", *("".join(f"{megabytes:6.1f}" for megabytes in step) for step in steps), sep=" |")
+                numbers = [f"{megabytes:6.1f}" for megabytes in held]
+                steps = ("".join(numbers[start : start + 4]) for start in range(0, len(numbers), 4))
+                print(f"run {run}, rank {rank}  ", *steps, sep=" |")
     distributed.leave()

@@ -179,7 +179,7 @@ def judge_zero_1(reports: list[dict]) -> None:
             elif equal["sum"] > equal["mean"]:
                 hint = "Many equal an update with the sum of the ranks' gradients: divide it by the world size."
             elif number == 0 and seen["unchanged"]:
-                hint = f"{seen['unchanged']} have not changed at all. Their owners have new values: how do they get here?"
+                hint = f"{seen['unchanged']} have not changed. Their owners have new values: how do they get here?"
             elif number > 0:
                 hint = "Step 1 was right. What is left from it when the next backward pass begins?"
             raise Wrong(
