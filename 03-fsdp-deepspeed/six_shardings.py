@@ -128,7 +128,7 @@ def take_step(gpt, optimizer, everything, mistake):
 if __name__ == "__main__":
     worker = distributed.join()
     if worker.rank == 0:
-        print("MB on each rank" + f"  |{' start  back  step   end'}" * NUM_STEPS)
+        print("MB on each rank", *[" start  back  step   end"] * NUM_STEPS, sep=" |")
     for run, mistake in MISTAKES.items():
         for rank, held in enumerate(distributed.gather_objects(train(worker, mistake))):
             if worker.rank == 0:

@@ -92,12 +92,14 @@ def draw_step(title: str, recorder: Recorder) -> Axes:
     heights = [[row[kind] / 1e6 for row in recorder.rows] for kind in KINDS.values()]
     numbers = range(len(recorder.rows))
     axes.stackplot(numbers, heights, labels=KINDS, colors=BAND_COLORS, step="post", linewidth=0)
-    axes.set(xlim=(0, len(recorder.rows)), ylim=(0, 130))
+    axes.set(xlim=(0, len(recorder.rows)), ylim=(0, 140))
+    phases = 0
     for number, name in recorder.begins:
         is_block = name.isdigit()
         style = ":" if is_block else "-"
-        axes.axvline(number, ymax=0.9 if is_block else 1, color="black", linewidth=0.7, linestyle=style)
+        axes.axvline(number, ymax=0.82 if is_block else 1, color="black", linewidth=0.7, linestyle=style)
         if not is_block:
-            axes.text(number + 5, 121, name, fontsize=11)
+            axes.text(number + 5, 131 - 11 * (phases % 2), name, fontsize=11)  # side by side they could overlap
+            phases += 1
     axes.legend(frameon=False, ncols=3, fontsize=11, loc="upper center", bbox_to_anchor=(0.45, -0.19))
     return axes
