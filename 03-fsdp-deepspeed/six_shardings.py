@@ -128,11 +128,11 @@ def take_step(gpt, optimizer, everything, mistake):
 if __name__ == "__main__":
     worker = distributed.join()
     if worker.rank == 0:
-        print("MB on each rank", *[" start  back  step   end"] * NUM_STEPS, sep=" |")
+        print(" |".join(["MB on each rank", *[" start  back  step   end"] * NUM_STEPS]))
     for run, mistake in MISTAKES.items():
         for rank, held in enumerate(distributed.gather_objects(train(worker, mistake))):
             if worker.rank == 0:
                 numbers = [f"{megabytes:6.1f}" for megabytes in held]
-                steps = ("".join(numbers[start : start + 4]) for start in range(0, len(numbers), 4))
-                print(f"run {run}, rank {rank}  ", *steps, sep=" |")
+                steps = ["".join(numbers[start : start + 4]) for start in range(0, len(numbers), 4)]
+                print(" |".join([f"run {run}, rank {rank}  ", *steps]))
     distributed.leave()
