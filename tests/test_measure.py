@@ -15,6 +15,15 @@ def test_a_storage_is_counted_once_and_whole():
     assert measure.storage_bytes([]) == 0
 
 
+def test_autograd_keeps_the_whole_storage_of_a_view():
+    windows, saved = torch.zeros(1280, 64, dtype=torch.int64), []
+    embedding = nn.Embedding(256, 8)
+    for tokens in (windows[:4], windows[:4].clone()):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda kept: kept):
+            embedding(tokens)
+    assert [measure.storage_bytes([tensor]) for tensor in saved] == [1280 * 64 * 8, 4 * 64 * 8]
+
+
 def test_the_state_of_adam_grows_with_the_first_step():
     model = nn.Linear(50, 20)
     optimizer = torch.optim.AdamW(model.parameters())

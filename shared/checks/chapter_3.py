@@ -3,47 +3,22 @@
 import copy
 import json
 import math
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from shared import models
 from shared.checks.machinery import Wrong, exercise, expect_close, refuse_stub, run_script
 
 # --- Lesson 3.1: where memory goes -----------------------------------------------------------------------------------
 
 
-@exercise("3.1a", "what is not trained costs its weights, and no more.")
-def exercise_3_1a(fine_tuning_bytes: Callable[[int, int, str, int], float]) -> None:
-    """fine_tuning_bytes(frozen, trainable, strategy, gpus) -> bytes of state a rank keeps, in mixed precision."""
-    state = {"DDP": (16, 0), "ZeRO-1": (4, 12), "ZeRO-2": (2, 14), "FSDP": (0, 16)}
-    for frozen, trainable in ((0, 1_024_000), (6_400_000, 0), (6_400_000, 1_024_000)):
-        for gpus in (1, 8, 1024):
-            for strategy, (whole, shared_out) in state.items():
-                call = f"fine_tuning_bytes({frozen}, {trainable}, {strategy!r}, {gpus})"
-                of_frozen = 2 * frozen / (gpus if strategy == "FSDP" else 1)
-                expected = of_frozen + trainable * (whole + shared_out / gpus)
-                seen = fine_tuning_bytes(frozen, trainable, strategy, gpus)
-                parts = [f"{whole} bytes that every rank keeps"] if whole else []
-                parts += [f"{shared_out}/{gpus}, this rank's share"] if shared_out else []
-                hint = f"A trainable parameter: {' and '.join(parts)}."
-                if seen == of_frozen + trainable * (whole + shared_out // gpus):
-                    hint += f" `//` cuts {shared_out}/{gpus} down to {shared_out // gpus}: use `/`."
-                if frozen:
-                    hint = "A frozen parameter has a weight of 2 bytes: no gradient, no master copy, no moments."
-                    if strategy == "FSDP" and gpus > 1:
-                        hint = "FSDP shards every weight, a frozen one too."
-                    elif gpus > 1:
-                        hint = f"{strategy} shards no weights, so every rank keeps the frozen ones whole."
-                expect_close(seen, expected, call, hint=hint)
-
-
-@exercise("3.1b", "two measurements, and no run that dies in the night.")
-def exercise_3_1b(largest_batch: Callable[[Callable[[int], int], int], int]) -> None:
+@exercise("3.1a", "two measurements, and no run that dies in the night.")
+def exercise_3_1a(largest_batch: Callable[[Callable[[int], int], int], int]) -> None:
     """largest_batch(needed, limit) -> the largest batch with needed(batch) <= limit, in three calls of needed."""
-    for fixed, sequence, limit in (
+    for state, sequence, limit in (
         (16_000, 2_000, 60_000),
         (16_000, 2_000, 61_999),
         (1_000, 7_000, 50_000),
@@ -54,96 +29,177 @@ def exercise_3_1b(largest_batch: Callable[[Callable[[int], int], int], int]) -> 
     ):
         calls = []
 
-        def needed(batch: int, fixed: int = fixed, sequence: int = sequence, calls: list = calls) -> int:
+        def needed(batch: int, state: int = state, sequence: int = sequence, calls: list = calls) -> int:
             if batch < 1 or batch != int(batch):
                 raise Wrong(f"you measure a batch of {batch}: a step needs at least one sequence, and whole ones")
             calls.append(batch)
             if len(calls) > 3:
-                raise Wrong(f"you measure the batches {calls}: each is a run, and three are the most. It is a line")
-            return fixed + sequence * int(batch)
+                raise Wrong(f"you measure the batches {calls}: each is a run, and you have three. Section 2 needed two")
+            return state + sequence * int(batch)
 
-        what = f"with {fixed:,} bytes of state and {sequence:,} a sequence, in {limit:,} bytes,"
-        expected = max(0, (limit - fixed) // sequence)
+        what = f"with {state:,} bytes of state, {sequence:,} per sequence and a limit of {limit:,}"
+        expected = max(0, (limit - state) // sequence)
         seen = largest_batch(needed, limit)
         if isinstance(seen, bool) or not isinstance(seen, int | float) or seen != int(seen):
-            raise Wrong(f"{what} you say {seen!r}: return a whole number of sequences")
+            raise Wrong(f"{what} you return {seen!r}: return a whole number of sequences")
         if seen != expected:
             hint = "Where not even one sequence fits, it is 0."
-            if expected and seen * sequence + fixed > limit:
-                hint = f"That needs {seen * sequence + fixed:,.0f}. "
+            if expected and seen * sequence + state > limit:
+                hint = f"That needs {seen * sequence + state:,.0f}. "
                 hint += "Round down." if seen == expected + 1 else "Something is there before the first sequence."
             elif seen == expected - 1:
-                hint = "One more fits: needed(1) has the first sequence in it already."
+                hint = "One more fits: needed(1) already includes the first sequence."
             elif expected:
-                hint = "More would fit. needed(1) holds the state too, which a second sequence does not need again."
-            raise Wrong(f"{what} {expected} fit; you say {seen}. {hint}")
+                hint = "More would fit. needed(1) includes the state, which a second sequence does not need again."
+            raise Wrong(f"{what} {expected} sequences fit; you return {seen}. {hint}")
 
 
-def exercise_3_1c(
-    saved_by_stage: Callable[[torch.nn.Module, torch.Tensor], dict[str, float]], *, strict: bool = False
-) -> bool:
-    """saved_by_stage(model, images) -> {child: bytes an image that autograd saves in it}; a right answer is shown."""
-    right = children_save(saved_by_stage, strict=strict)
-    if right:
-        saved = bytes_saved_by_child(models.resnet18(), torch.randn(2, 1, 32, 32))
-        shares = (f"{name} {size / sum(saved.values()):.0%}" for name, size in saved.items())
-        print("[OK] Exercise 3.1c: of an image of 32x32:", ", ".join(shares))
-    return right
+# What the log of six_shardings.py shows of a run with this mistake.
+SYMPTOMS_3_1B = {
+    "weights": "from the first backward pass on, both ranks would hold 4 more bytes per parameter, at all four points",
+    "gradients": "both ranks would hold more than half of the gradients after backward, and no longer after zero_grad",
+    "moments": "after backward in step 1 nothing would be wrong, and the first optimizer step would add 8 bytes per "
+    "parameter instead of 4",
+    "graph": "each step would end with more than the step before it",
+    "copy": "the two ranks would hold different amounts",
+    "none": "each part of the state would be halved. How many MB are 4 bytes per parameter, and half of them?",
+}
 
 
-@exercise("3.1c", "each storage once, where it is first saved.")
-def children_save(saved_by_stage: Callable[[torch.nn.Module, torch.Tensor], dict[str, float]]) -> None:
-    """saved_by_stage(model, images) -> {child: bytes an image that autograd saves in it, parameters apart}."""
-    for size, pixels in ((2, 8), (3, 16)):
-        model = models.resnet18()
-        children = [name for name, _ in model.named_children()]
-        images = torch.randn(size, 1, pixels, pixels)
-        seen = saved_by_stage(model, images)
-        if not isinstance(seen, dict) or set(children) != set(seen):
-            keys = list(seen) if isinstance(seen, dict) else type(seen).__name__
-            raise Wrong(f"return a dict with all the children's names, {', '.join(children)}; yours is {keys}")
-        if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-            raise Wrong("there are hooks left on the model: call remove() on every handle")
-        expected = bytes_saved_by_child(model, images)
-        if not any(seen.values()):
-            raise Wrong("nothing was saved at all: run the model with gradients enabled, inside the `with` block")
-        for name in children:
-            hint = "Is each storage counted once, for the child that saves it first?"
-            total, right = sum(seen.values()), sum(expected.values())
-            if math.isclose(total, size * right, rel_tol=0.01):
-                hint = f"Divide by the {size} images."
-            elif math.isclose(seen["fc"], right, rel_tol=0.01):
-                hint = "Take what a child adds, not all that there is by then."
-            elif total > right + 1e6:
-                hint = "Parameters, 45 MB of them, are not activations: leave their storages out."
-            what = f"{name} on images of {pixels}x{pixels}, in bytes an image,"
-            expect_close(seen[name], expected[name], what, 0.01, hint)
+@exercise("3.1b", "each mistake adds its own part, at its own moment, on its own rank.")
+def exercise_3_1b(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> the mistake in each of the runs A to F of six_shardings.py, one of SYMPTOMS_3_1B."""
+    seen = diagnose()
+    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E", "F"]:
+        raise Wrong(f"return a dict with the keys A, B, C, D, E and F; yours is {seen!r}")
+    for run, mistake in {
+        "A": "gradients",
+        "B": "graph",
+        "C": "none",
+        "D": "moments",
+        "E": "copy",
+        "F": "weights",
+    }.items():
+        if seen[run] not in SYMPTOMS_3_1B:
+            raise Wrong(f"for run {run} you say {seen[run]!r}, which is not one of {', '.join(SYMPTOMS_3_1B)}")
+        if seen[run] != mistake:
+            raise Wrong(
+                f"for run {run} you say {seen[run]!r}. Then {SYMPTOMS_3_1B[seen[run]]}. Is that the case in run {run}?"
+            )
 
 
-def bytes_saved_by_child(model: torch.nn.Module, images: torch.Tensor) -> dict[str, float]:
-    """Bytes an image of the storages that autograd saves, by the child of `model` that saves them first."""
-    apart = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    current, owners, sizes = [""], {}, {}
+# Runs under torchrun: takes three steps with the learner's two functions, and writes what it saw to FOLDER/RANK.json.
+WATCH_ZERO_1 = """
+import copy, json, runpy, sys
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from shared import datasets, distributed, measure, models
 
-    def note(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        owners.setdefault(storage._cdata, current[0])
-        sizes[storage._cdata] = storage.nbytes()
-        return tensor
+script, folder = sys.argv[1:]
+worker = distributed.join(timeout_s=20)
+rank, world_size = worker.rank, worker.world_size
+functions = runpy.run_path(script)
+model = models.GPT(models.GPT_PRESETS["nano"]).double()
+models.init_weights(model, seed=7)
+start = [parameter.detach().clone() for parameter in model.parameters()]
+# Three models on one process, each updated with a different gradient: which of them does the learner's equal?
+others = {kind: copy.deepcopy(model) for kind in ("mean", "sum", "own")}
+adams = {kind: torch.optim.AdamW(other.parameters(), lr=1e-3) for kind, other in others.items()}
 
-    def enter(name: str) -> Callable:
-        return lambda *_: current.__setitem__(0, name)
+def set_gradients(model, tokens, targets, factor=1):
+    model.zero_grad()
+    (factor * F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())).backward()
 
-    handles = [child.register_forward_pre_hook(enter(name)) for name, child in model.named_children()]
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        output = model(images)  # kept: what it holds is not freed, so no storage takes another's place
-    for handle in handles:
-        handle.remove()
-    del output
-    saved = dict.fromkeys((name for name, _ in model.named_children()), 0.0)
-    for storage in set(owners) - apart:
-        saved[owners[storage]] += sizes[storage] / len(images)
-    return saved
+def is_equal(parameter, other):
+    return (parameter - other).abs().max().item() < 1e-9
+
+optimizer = functions["make_optimizer"](model)
+if not isinstance(optimizer, torch.optim.Optimizer):
+    raise TypeError(f"make_optimizer should return an optimizer, not {optimizer!r}")
+windows, steps = datasets.text(64).train, []
+for step in range(3):
+    first = 2 * world_size * step
+    tokens, targets = windows[first : first + 2 * world_size]
+    mine = slice(rank, None, world_size)
+    loss = F.cross_entropy(model(tokens[mine]).flatten(0, 1), targets[mine].flatten())
+    loss.backward()
+    functions["step"](model, optimizer)
+    set_gradients(others["mean"], tokens, targets)
+    set_gradients(others["sum"], tokens, targets, world_size)
+    set_gradients(others["own"], tokens[mine], targets[mine])
+    for adam in adams.values():
+        adam.step()
+    parameters = list(model.parameters())
+    equal = {kind: sum(map(is_equal, parameters, other.parameters())) for kind, other in others.items()}
+    unchanged = sum(map(torch.equal, parameters, start))
+    left = sum(p.grad is not None and bool(p.grad.any()) for p in parameters)
+    steps.append({"equal": equal, "unchanged": unchanged, "gradients": left, "parameters": len(parameters)})
+moments = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
+share = measure.storage_bytes(moments) / (16 * sum(parameter.numel() for parameter in model.parameters()))
+with open(f"{folder}/{rank}.json", "w") as file:
+    json.dump({"steps": steps, "share": share}, file)
+distributed.leave()
+"""
+
+
+def watch_zero_1(script: str | Path) -> list[dict]:
+    """Let three ranks take three steps with the learner's functions. Return what each rank saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        watcher = Path(folder) / "watch.py"
+        watcher.write_text(WATCH_ZERO_1)
+        try:
+            run_script(watcher, 3, str(script), folder)
+        except Wrong as error:
+            if not re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe|it hangs", str(error)):
+                raise
+            said = str(error).partition(". ")[0]  # what follows is advice on crashed workers, misleading here
+            question = "Do all ranks call the same collectives in the same order, and do they agree on each source?"
+            raise Wrong(f"one rank waited for another in vain. {question} (What it said: {said})") from None
+        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(3)]
+
+
+@exercise("3.1c", "a third of the moments on each rank, and the weights of one AdamW on all of them.")
+def exercise_3_1c(script: str | Path) -> None:
+    """A file with make_optimizer(model) -> optimizer, and step(model, optimizer): ZeRO-1 by whole parameters."""
+    refuse_stub(script)
+    judge_zero_1(watch_zero_1(script))
+
+
+def judge_zero_1(reports: list[dict]) -> None:
+    """Raise Wrong unless each rank has the right weights after each step, no gradient, and its share of the moments."""
+    for number, (rank, report) in ((n, pair) for n in range(3) for pair in enumerate(reports)):
+        seen = report["steps"][number]
+        equal, parameters = seen["equal"], seen["parameters"]
+        where = f"after step {number + 1}, rank {rank}"
+        if equal["mean"] < parameters:
+            hint = "Average each gradient over the ranks before the update, and update each parameter once."
+            if equal["own"] > equal["mean"]:
+                hint = "Many equal an update with this rank's own gradient: average it over the ranks first."
+            elif equal["sum"] > equal["mean"]:
+                hint = "Many equal an update with the sum of the ranks' gradients: divide it by the world size."
+            elif number == 0 and seen["unchanged"]:
+                hint = f"{seen['unchanged']} have not changed. Their owners have new values: how do they get here?"
+            elif number > 0:
+                hint = "Step 1 was right. What is left from it when the next backward pass begins?"
+            raise Wrong(
+                f"{where} has {equal['mean']} of {parameters} parameters as one AdamW with the mean gradient would "
+                f"leave them. {hint}"
+            )
+        if seen["gradients"]:
+            raise Wrong(
+                f"{where} still has {seen['gradients']} gradients. Whose gradients does your optimizer's zero_grad() "
+                "clear?"
+            )
+    shares = [report["share"] for report in reports]
+    if max(shares) > 0.4:
+        hint = "That is all of them: an optimizer makes moments for each parameter that it is given."
+        if max(shares) < 0.99:
+            hint = "Parameters differ in size: an equal number of them is not an equal share."
+        shown = ", ".join(f"{share:.0%}" for share in shares)
+        raise Wrong(f"the ranks keep {shown} of the moments, and none should keep more than 40%. {hint}")
+    if sum(shares) < 0.99:
+        raise Wrong(f"the ranks keep {sum(shares):.0%} of the moments together: does each parameter have an owner?")
 
 
 # --- Lesson 3.2: FSDP2 -----------------------------------------------------------------------------------------------
