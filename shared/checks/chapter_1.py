@@ -137,7 +137,9 @@ def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
         if answer[run] not in causes:
             raise Wrong(f"run {run}: {answer[run]!r} is not a cause; choose from {', '.join(causes)}")
         if answer[run] == "forgotten":
-            look_here = "In a forgotten run the weights would be equal before step 1 and different after it. " + look_here
+            look_here = (
+                f"In a forgotten run the weights would be equal before step 1 and different after it. {look_here}"
+            )
         if answer[run] != cause:
             raise Wrong(f"run {run} is not {answer[run]!r}. {look_here}")
 
