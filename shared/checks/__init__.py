@@ -40,7 +40,6 @@ from shared.checks.chapter_3 import (  # noqa: F401
     exercise_3_2c,
     exercise_3_4a,
     exercise_3_4b,
-    exercise_3_4c,
     exercise_3_5a,
     exercise_3_5b,
 )
