@@ -88,7 +88,7 @@ def train_engine(windows, worker, mistake):
 
 def log_line(losses, norms, updates=()):
     """Return one line with the numbers of all steps."""
-    columns = ["loss " + " ".join(f"{loss:.4f}" for loss in losses), "norm " + " ".join(f"{norm:.3f}" for norm in norms)]
+    columns = [f"loss {' '.join(f'{x:.4f}' for x in losses)}", f"norm {' '.join(f'{x:.3f}' for x in norms)}"]
     if updates:
         columns.append(f"updates {' '.join(map(str, updates))}")
     return " | ".join(columns)
