@@ -104,7 +104,9 @@ WRONG_PORTS = {
         "say which rank's changes count",
     ),
     "step once": (
-        RIGHT_PORT.replace("        engine.step()\n", "").replace("    return", "    engine.step()\n    return"),
+        RIGHT_PORT.replace("        engine.step()\n", "").replace(
+            "    return distributed", "    engine.step()\n    return distributed"
+        ),
         "the engine has made 0 updates. It counts the parts of a step by the calls of engine.step",
     ),
     "divided twice": (RIGHT_PORT.replace("backward(loss)", "backward(loss / len(parts))"), "half of the"),
