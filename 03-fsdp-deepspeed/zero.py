@@ -18,23 +18,29 @@ from shared.errors import UsageError
 from shared.on_ray import storage
 
 
-def state_tensors(engine: object) -> list[torch.Tensor]:
+def state_by_kind(engine: object) -> dict[str, list[torch.Tensor]]:
     """Return the tensors that a DeepSpeed engine keeps on this rank, without its communication buckets.
 
-    These are weights, gradients, Adam's moments and, from stage 1 on, the float32 master copy. Each stage keeps them in
-    different attributes.
+    The kinds are weights, gradients, master copy (float32, from stage 1 on, or in mixed precision) and Adam's moments.
+    Each stage keeps them in different attributes.
     """
     parameters, optimizer = list(engine.module.parameters()), engine.optimizer
-    kept = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
-    kept += [parameter.grad for parameter in parameters if parameter.grad is not None]
-    kept += getattr(optimizer, "single_partition_of_fp32_groups", [])  # stages 1 and 2
-    for gradients in ("averaged_gradients", "all_grad_tensors"):  # all_grad_tensors while gradients are accumulated
-        kept += [part for parts in getattr(optimizer, gradients, {}).values() for part in parts or []]
-    kept += [part for group in getattr(optimizer, "fp32_groups", []) for part in group]  # stage 0, mixed precision
-    kept += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # stage 3
-    kept += [buffer for buffer in [getattr(optimizer, "grad_partitions_flat_buffer", None)] if buffer is not None]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for name in ("averaged_gradients", "all_grad_tensors"):  # all_grad_tensors while gradients are accumulated
+        gradients += [part for parts in getattr(optimizer, name, {}).values() for part in parts or []]
+    gradients += [buffer for buffer in [getattr(optimizer, "grad_partitions_flat_buffer", None)] if buffer is not None]
+    master = list(getattr(optimizer, "single_partition_of_fp32_groups", []))  # stages 1 and 2
+    master += [part for group in getattr(optimizer, "fp32_groups", []) for part in group]  # stage 0, mixed precision
+    master += getattr(optimizer, "fp32_partitioned_groups_flat", [])  # stage 3
     inner = getattr(optimizer, "optimizer", optimizer)
-    return kept + [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    moments = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    weights = [getattr(parameter, "ds_tensor", parameter) for parameter in parameters]
+    return {"weights": weights, "gradients": gradients, "master copy": master, "moments": moments}
+
+
+def state_tensors(engine: object) -> list[torch.Tensor]:
+    """Return all tensors of `state_by_kind` in one list."""
+    return [tensor for tensors in state_by_kind(engine).values() for tensor in tensors]
 
 
 def save_zero(folder: str | Path, engine: object) -> None:

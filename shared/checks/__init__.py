@@ -43,7 +43,6 @@ from shared.checks.chapter_3 import (  # noqa: F401
     exercise_3_3b,
     exercise_3_4a,
     exercise_3_4b,
-    exercise_3_4c,
     exercise_3_5a,
     exercise_3_5b,
 )

@@ -1,6 +1,5 @@
 """The exercise checks of chapter 3: when the model no longer fits."""
 
-import copy
 import json
 import math
 import re
@@ -562,133 +561,157 @@ def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
 
 # --- Lesson 3.4: DeepSpeed ZeRO --------------------------------------------------------------------------------------
 
-BATCHES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+@exercise("3.4a", "an update count, a gradient norm and a first loss told these runs apart.")
+def exercise_3_4a(diagnose: Callable[[], dict[str, str]]) -> None:
+    """diagnose() -> for each run A to E of five_engines.txt its mistake."""
+    expected = {"A": "step once", "B": "divided twice", "C": "none", "D": "not gathered", "E": "clipped by hand"}
+    signs = {
+        "none": "Then nothing in its logs would be wrong. Average the two ranks' losses, and compare each step with "
+        "the first line",
+        "step once": "Then the engine would have made fewer updates than there are steps. Has it?",
+        "divided twice": "Then its gradients would be half as long in every step. Are they?",
+        "not gathered": "Then it would start from different weights, and its first loss would be wrong already. Is it?",
+        "clipped by hand": "Clipping by hand has no effect on gradients that the engine has taken away. Whose losses "
+        "would the run then have: those of the first line?",
+        "not split": "Then both ranks would train on the same windows, with the same losses. Do they?",
+    }
+    seen = diagnose()
+    if not isinstance(seen, dict) or set(seen) != set(expected):
+        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    for run, mistake in seen.items():
+        if mistake not in signs:
+            raise Wrong(f"for run {run} you say {mistake!r}, which is not one of {', '.join(signs)}")
+        if mistake != expected[run]:
+            raise Wrong(f"for run {run} you say {mistake!r}. {signs[mistake]}")
 
 
-@exercise("3.4a", "two numbers are chosen, the third follows, and nobody can contradict them.")
-def exercise_3_4a(fill_in: Callable[[dict, int, int, int], dict]) -> None:
-    """fill_in(settings, global_batch, accumulation, world_size) -> new settings with DeepSpeed's three batch sizes."""
-    given = {"optimizer": {"type": "AdamW", "params": {"lr": 0.001}}, "zero_optimization": {"stage": 2}}
-    for global_batch, accumulation, world_size in ((64, 1, 2), (64, 4, 2), (96, 2, 8), (8, 8, 1)):
-        micro = global_batch // (accumulation * world_size)
-        call = f"fill_in(settings, {global_batch}, {accumulation}, {world_size})"
-        before = copy.deepcopy(given)
-        seen = fill_in(before, global_batch, accumulation, world_size)
-        if not isinstance(seen, dict):
-            raise Wrong(f"{call} should return a dict of settings, and returns {seen!r}")
-        if before != given:
-            raise Wrong(f"{call} has changed the settings it was given: make new ones, {{**settings, ...}}")
-        if {name: seen.get(name) for name in given} != given:
-            raise Wrong(f"{call} should keep all other settings as they are")
-        hint = f"{global_batch} = {micro} a rank and part x {accumulation} parts x {world_size} ranks."
-        for name, expected in zip(BATCHES, (global_batch, micro, accumulation), strict=True):
-            if name not in seen:
-                raise Wrong(f"{call} lacks {name!r}")
-            if isinstance(seen[name], float):
-                hint = "A whole number: // rather than /."
-            if seen[name] != expected or isinstance(seen[name], float):
-                raise Wrong(f"{call}: {name} is {seen[name]!r}, expected {expected}. {hint}")
-    agreeing = {**given, "train_batch_size": 64, "gradient_accumulation_steps": 4}
-    if fill_in(dict(agreeing), 64, 4, 2).get("train_micro_batch_size_per_gpu") != 8:
-        raise Wrong("settings that hold some of the three numbers already, and the same ones, are right")
-    for settings, numbers, why in (
-        (given, (64, 3, 2), "64 is not divisible by 3 parts x 2 ranks"),
-        (given, (4, 2, 4), "4 samples are too few for 2 parts x 4 ranks"),
-        ({**given, "train_batch_size": 32}, (64, 1, 2), "the settings say 32 where the global batch is 64"),
-        ({**given, "gradient_accumulation_steps": 2}, (64, 4, 2), "the settings say 2 parts where there are 4"),
-        ({**given, BATCHES[1]: 16}, (64, 4, 2), "the settings say 16 a rank and part where there are 8"),
-    ):
-        try:
-            fill_in(copy.deepcopy(settings), *numbers)
-        except ValueError:
+# Every rank trains four steps with each port under stage 3, and writes what it saw to FOLDER/rank-R.json.
+WATCH_PORT = """
+import importlib.util, json, logging, os, sys
+os.environ["DS_ACCELERATOR"] = "cpu"
+import deepspeed, torch
+import torch.nn.functional as F
+from shared import datasets, distributed, models
+
+logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+worker = distributed.join(timeout_s=60)
+deepspeed.ops.__compatible_ops__ = {}
+deepspeed.init_distributed(dist_init_required=False)
+config = models.GPTConfig(num_layers=2, num_heads=2, dim=32, context=16)
+windows = datasets.text(config.context).train
+
+def settings():
+    return {
+        "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100000},
+    }
+
+def loss_of(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+def train_plainly(max_norm):
+    model = models.GPT(config)
+    models.init_weights(model, seed=7)
+    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(4):
+        tokens, targets = windows[8 * step : 8 * step + 8]
+        loss = loss_of(model(tokens), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        steps.append({"loss": loss.item(), "norm": norm.item()})
+    return steps
+
+def watch(path):
+    spec = importlib.util.spec_from_file_location("port", path)
+    port = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(port)
+    engine = port.build_engine(config, settings())
+    named = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(named.values())):
+        wrong = [
+            name for name, value in named.items() if not torch.equal(value, models.initial_value(name, value.shape, 7))
+        ]
+    steps = []
+    for step in range(4):
+        batch = windows[8 * step + worker.rank : 8 * step + 8 : 2]
+        parts = list(zip(*(half.tensor_split(2) for half in batch)))
+        with torch.no_grad():
+            own = sum(loss_of(engine(tokens), targets).item() for tokens, targets in parts) / 2
+        loss = port.train_step(engine, parts, loss_of)
+        norm = float(engine.get_global_grad_norm() or 0)
+        steps.append({"loss": loss if loss is None else float(loss), "own": own, "norm": norm,
+                      "updates": engine.global_steps})
+    engine.destroy()
+    return {"wrong": wrong, "parameters": len(named), "steps": steps}
+
+folder, *paths = sys.argv[1:]
+report = {"clipped": train_plainly(0.5), "unclipped": train_plainly(float("inf"))}
+with open(f"{folder}/rank-{worker.rank}.json", "w") as file:
+    json.dump([{**report, **watch(path)} for path in paths], file)
+distributed.leave()
+"""
+
+
+def watch_ports(*scripts: str | Path) -> list[list[dict]]:
+    """Let two ranks train with each port. Return for each port what each rank saw."""
+    with tempfile.TemporaryDirectory() as folder:
+        watcher = Path(folder) / "watch.py"
+        watcher.write_text(WATCH_PORT)
+        run_script(watcher, 2, folder, *map(str, scripts))
+        by_rank = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    return [list(seen) for seen in zip(*by_rank, strict=True)]
+
+
+def judge_port(seen: list[dict]) -> None:
+    """Raise Wrong unless the port's weights, updates, gradient norms and losses are those of one process."""
+    report = seen[0]
+    if report["wrong"]:
+        raise Wrong(
+            f"{len(report['wrong'])} of {report['parameters']} parameters do not have their start values, among them "
+            f"{report['wrong'][0]}. In stage 3 a parameter outside GatheredParameters is an empty tensor. Gather it to "
+            "fill it, and say which rank's changes count (section 2)"
+        )
+    for number, (step, right) in enumerate(zip(report["steps"], report["clipped"], strict=True), start=1):
+        if step["updates"] != number:
+            raise Wrong(
+                f"after step {number} the engine has made {step['updates']} updates. It counts the parts of a step by "
+                "the calls of engine.step()"
+            )
+        if math.isclose(step["norm"], right["norm"] / 2, rel_tol=1e-3):
+            raise Wrong(
+                f"in step {number} the gradients' norm is {step['norm']:.3f}, half of the {right['norm']:.3f} of one "
+                "process. Who divides by the number of parts?"
+            )
+        unclipped = report["unclipped"][number - 1]
+        if math.isclose(step["norm"], right["norm"], rel_tol=1e-4):
             continue
-        raise Wrong(f"no ValueError, although {why}")
+        if math.isclose(step["norm"], unclipped["norm"], rel_tol=1e-4):
+            raise Wrong(
+                f"in step {number} the run is where one process is that never clips. After engine.backward(), what is "
+                "in the parameters' .grad? Let the engine clip: it has a setting for it (section 6)"
+            )
+        raise Wrong(
+            f"in step {number} the gradients' norm is {step['norm']:.3f}, and {right['norm']:.3f} on one process. Does "
+            "each part's forward pass go through the engine?"
+        )
+    for rank, own in enumerate(seen):
+        for number, (step, right) in enumerate(zip(own["steps"], report["clipped"], strict=True), start=1):
+            hint = "It is the mean over all windows of the step, on all ranks."
+            if step["loss"] is not None and math.isclose(step["loss"], step["own"], rel_tol=1e-5):
+                hint = "That is the mean over this rank's own windows. " + hint
+            expect_close(step["loss"], right["loss"], f"step {number}'s loss on rank {rank}", 1e-4, hint)
 
 
-@exercise("3.4b", "you know what DeepSpeed keeps, and when.")
-def exercise_3_4b(kept_bytes: Callable[[int, str, int, bool], float]) -> None:
-    """kept_bytes(stage, precision, num_ranks, more_to_come) -> bytes a parameter on each rank after backward."""
-    for stage in range(4):
-        for precision, size in (("fp32", 4), ("bf16", 2)):
-            for num_ranks in (1, 2, 8):
-                for more_to_come in (False, True):
-                    gradients_cut = stage >= 2 or (stage == 1 and not more_to_come)
-                    weights = size / (num_ranks if stage == 3 else 1)
-                    gradients = size / (num_ranks if gradients_cut else 1)
-                    master = 0 if (stage, precision) == (0, "fp32") else 4 / (num_ranks if stage else 1)
-                    moments = 8 / (num_ranks if stage else 1)
-                    parts = f"{weights:g} + {gradients:g} + {master:g} + {moments:g}"
-                    expect_close(
-                        kept_bytes(stage, precision, num_ranks, more_to_come),
-                        weights + gradients + master + moments,
-                        f"kept_bytes({stage}, {precision!r}, {num_ranks}, {more_to_come})",
-                        hint=f"Weights, gradients, master copy, moments: {parts}.",
-                    )
-
-
-def loss_scales(
-    overflows: list[bool], scale: float, window: int, hysteresis: int, minimum: float, fault: str = ""
-) -> list[float]:
-    """The loss scale that each step uses, by the rule of exercise 3.4c; `fault`: with one mistake in it."""
-    used, good, patience = [], 0, hysteresis
-    for overflow in overflows:
-        used.append(scale)
-        if overflow:
-            good = good if fault == "count" else 0
-            if patience > 1 and fault != "patience":
-                patience -= 1
-            else:
-                scale = scale / 2 if fault == "minimum" else max(scale / 2, minimum)
-                patience = hysteresis if fault == "halved" else patience
-            continue
-        good += 1
-        if fault == "calm":
-            patience = hysteresis
-        if good == window or (fault == "forever" and good > window):
-            scale *= 2
-            good = good if fault == "forever" else 0
-            patience = patience if fault == "renew" else hysteresis
-    return [*used, scale][1:] if fault == "late" else used
-
-
-FAULTS = {
-    "patience": "An overflow halves the scale only when the patience is down to 1; else it takes one off.",
-    "minimum": "It never goes below the minimum.",
-    "count": "An overflow starts the count of good steps again.",
-    "calm": "A good step alone does not renew the patience, only a doubling does.",
-    "halved": "A halving does not renew the patience, only a doubling does.",
-    "renew": "A doubling renews the patience.",
-    "forever": "After a doubling the count of good steps starts again.",
-    "late": "That is the scale after each step: note it before you change it.",
-}
-
-
-@exercise("3.4c", "as high as it goes, and no step is taken with a gradient that isn't one.")
-def exercise_3_4c(scales: Callable[[list[bool], float, int, int, float], list[float]]) -> None:
-    """scales(overflows, scale, window, hysteresis, minimum) -> the loss scale that each step uses."""
-    for steps, scale, window, hysteresis, minimum in (
-        ("..........", 8.0, 4, 1, 1.0),
-        ("x.....", 8.0, 3, 1, 1.0),
-        (".x..x...x", 8.0, 3, 1, 1.0),
-        ("xxxx..", 8.0, 3, 2, 1.0),
-        ("xxxxxx", 4.0, 3, 1, 1.0),
-        ("x.x.x...x..x", 64.0, 3, 2, 1.0),
-        ("", 8.0, 3, 2, 1.0),
-    ):
-        overflows = [step == "x" for step in steps]
-        numbers = (scale, window, hysteresis, minimum)
-        answer = scales(list(overflows), *numbers)
-        what = f"with scale {scale:g}, window {window}, hysteresis {hysteresis}, steps {steps!r} (x: overflow)"
-        try:
-            seen = [float(value) for value in answer]
-        except TypeError:
-            raise Wrong(f"{what} return a list with one scale a step; yours is {answer!r}") from None
-        expected = loss_scales(overflows, *numbers)
-        if seen != expected:
-            faults = [fault for fault in FAULTS if seen == loss_scales(overflows, *numbers, fault)]
-            hint = FAULTS[faults[0]] if faults else ""
-            shown = [", ".join(f"{value:g}" for value in values) for values in (expected, seen)]
-            raise Wrong(f"{what} the scales are {shown[0]}; you say {shown[1]}. {hint}".strip())
+@exercise("3.4b", "on two ranks in stage 3 the port computes what one process in plain PyTorch does.")
+def exercise_3_4b(script: str | Path) -> None:
+    """A file with build_engine(config, settings) and train_step(engine, parts, loss_of)."""
+    refuse_stub(script)
+    (seen,) = watch_ports(script)
+    judge_port(seen)
 
 
 # --- Lesson 3.5: choosing --------------------------------------------------------------------------------------------
