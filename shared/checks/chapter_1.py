@@ -603,7 +603,7 @@ def exercise_1_5b(script: str | Path) -> None:
     if not report:
         raise Wrong("nobody reports the sum: which process should?")
     hints = {  # the sum, and what has led to it
-        "10100": "Every number counts twice: both nodes divide the same numbers among their own two processes.",
+        "10100": "Every number counts twice. Among how many processes are the numbers divided, and how many run?",
         "10097": "The parts overlap: they start at the number in the job, and step by the size of the node.",
         "4950": "Two processes have the same part, and others are missing: they start at the number on the node, and "
         "step by the size of the job.",
