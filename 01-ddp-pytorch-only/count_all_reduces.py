@@ -1,4 +1,4 @@
-"""Count the all-reduces that gradient accumulation makes, in three ways: for lesson 1.4.
+"""Count the all-reduces made by three ways of accumulating gradients: for lesson 1.4.
 
 torchrun --standalone --nproc-per-node 2 count_all_reduces.py ACCUMULATE.py RESULT.pt
 

@@ -134,9 +134,9 @@ def join_alone(device: torch.device) -> None:
 def leave() -> None:
     """Leave the process group, if there is one. Call it last in a script.
 
-    If a DistributedDataParallel is still alive while Python tears down its modules, torch 2.15 with gloo sometimes
-    aborts the process ("terminate called without an active exception"). So the objects in the script's own module are
-    released earlier, while Python still runs normally.
+    If a process group or a DistributedDataParallel is still alive while Python tears down its modules, torch 2.15 with
+    gloo sometimes aborts the process ("terminate called without an active exception"). So the objects in the script's
+    own module are released earlier, while Python still runs normally.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

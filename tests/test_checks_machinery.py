@@ -49,6 +49,16 @@ def test_run_script_tells_a_stub_from_a_mistake(launched):
     assert "ValueError: 12 samples cannot be dealt" in str(launched["failing"])
 
 
+def test_a_rank_that_aborts_while_it_exits_is_told_to_leave_unless_another_error_came_first():
+    aborted = "terminate called without an active exception\ntorch...errors.ChildFailedError: \nSIGABRT\n"
+    with pytest.raises(
+        machinery.Wrong, match=r"but one rank aborted while it exited\. End it with `distributed\.leave"
+    ):
+        machinery.expect_success(1, aborted)
+    with pytest.raises(machinery.Wrong, match="the script failed: ValueError: 12 samples"):
+        machinery.expect_success(1, "ValueError: 12 samples cannot be dealt\n" + aborted)
+
+
 @pytest.fixture
 def hanging(tmp_path, monkeypatch):
     """A launcher that, like torchrun, starts a rank in a session of its own and waits; returns a file with its pid."""

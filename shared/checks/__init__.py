@@ -15,7 +15,6 @@ from shared.checks.chapter_1 import (  # noqa: F401
     exercise_1_3c,
     exercise_1_4a,
     exercise_1_4b,
-    exercise_1_4c,
     exercise_1_5a,
     exercise_1_5b,
     exercise_1_6a,

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+ABORTED = "terminate called without an active exception"  # see shared.distributed.leave
+
 
 class Wrong(Exception):
     """An answer that is not right yet; the message tells the learner what was seen and what was expected."""
@@ -105,4 +107,7 @@ def expect_success(exit_code: int, errors: str) -> None:
         raise NotImplementedError
     if exit_code != 0:
         lines = [line for line in errors.splitlines() if re.search(r"\w*(Error|Exception)\b.*: ", line)]
+        if ABORTED in errors and all("ChildFailedError" in line for line in lines):
+            leave = "End it with `distributed.leave()`."
+            raise Wrong(f"the script did its work, but one rank aborted while it exited. {leave}")
         raise Wrong(f"the script failed: {lines[0].strip() if lines else errors.strip()[-300:]}")
