@@ -41,22 +41,27 @@ def exercise_1_1a(resume: Callable) -> None:
         return losses
 
     run = build()
-    train(*run, epoch=0)
+    for epoch in range(3):
+        train(*run, epoch)
     names = ("model", "optimizer", "scheduler")
     saved = {name: copy.deepcopy(part.state_dict()) for name, part in zip(names, run, strict=True)}
-    state = {**saved, "random": torch.get_rng_state(), "epochs_done": 1}
-    expected = train(*run, epoch=1) + train(*run, epoch=2)
+    state = {**saved, "random": torch.get_rng_state(), "epochs_done": 3}
+    right_rate = run[1].param_groups[0]["lr"]
+    expected = train(*run, epoch=3) + train(*run, epoch=4)
 
     run = build()
     epoch = resume(copy.deepcopy(state), *run)
-    if epoch != 1:
-        raise Wrong(f"the next epoch should be 1, since only epoch 0 is done; resume() returned {epoch!r}")
-    seen = train(*run, epoch=1) + train(*run, epoch=2)
+    if epoch != 3:
+        raise Wrong(f"the next epoch should be 3, since 0, 1 and 2 are done; resume() returned {epoch!r}")
+    rate = run[1].param_groups[0]["lr"]
+    seen = train(*run, epoch=3) + train(*run, epoch=4)
     for step, (right, loss) in enumerate(zip(expected, seen, strict=True), start=1):
         if not math.isclose(right, loss, rel_tol=1e-6):
             equal = "no loss is right" if step == 1 else f"{step - 1} of {len(seen)} losses are right, then they differ"
             cause = (
-                "It depends on the weights and on what dropout draws: is one of them not restored?" if step == 1
+                "It depends on the weights and on what dropout draws: is one of them not as it was saved?" if step == 1
+                else f"The step before it had a learning rate of {rate:.2g} instead of {right_rate:.2g}: what set it?"
+                if step == 2 and not math.isclose(rate, right_rate)
                 else "The step before it moved the weights differently: what does Adam remember?" if step == 2
                 else "The step before it had a different learning rate: which epoch does the schedule count?"
             )  # fmt: skip
@@ -83,8 +88,8 @@ def exercise_1_1b(accumulate: Callable) -> None:
             if not torch.allclose(parameter.grad, reference, rtol=1e-9, atol=1e-12):
                 ratio = (parameter.grad.norm() / reference.norm()).item()
                 raise Wrong(
-                    f"with parts of {sizes} the gradient is not the whole batch's, but {ratio:.3f} times as long. "
-                    "backward() adds to .grad, so divide each part's SUM of losses by the size of the whole batch"
+                    f"with parts of {sizes} the gradient should be the whole batch's, but it has {ratio:.3f} times its "
+                    "length. What does backward() add to .grad for each part?"
                 )
         if len(calls) != len(sizes):  # the right gradient, but the whole batch was held at once
             raise Wrong(f"{len(sizes)} parts, and backward() ran {len(calls)} time(s): call it for each part by itself")
@@ -106,9 +111,9 @@ def exercise_1_1c(checkpoint_bytes: Callable[[torch.nn.Module], int]) -> None:
         if seen == 3 * sum(parameter.numel() for parameter in model.parameters()):
             hint = "That is how many numbers they are: element_size() gives the bytes of one."
         elif seen == 12 * sum(parameter.numel() for parameter in model.parameters()):
-            hint = "A number has not always 4 bytes: element_size() says how many."
+            hint = "A number does not always take 4 bytes: element_size() says how many."
         elif seen == 4 * sum(weights):
-            hint = "A checkpoint holds no gradients: the next step computes them anew."
+            hint = "A checkpoint holds no gradients: the next step computes new ones."
         elif seen < file.tell() / 1000:
             hint = "Return bytes, not kilobytes or megabytes."
         expect_close(seen, file.tell(), f"the size for an MLP in {dtype}", tolerance=0.01, hint=hint)
