@@ -5,9 +5,9 @@ In this process:      python train_ray_ddp.py --num-workers 0      (Ray's local 
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_ddp.py --num-workers 16 --storage-path s3://BUCKET/runs
 Where nodes come and go:  ... --num-workers 4:6 --batch-size 240 --save-every-steps 100
 
-It computes what train_ddp.py computes: with the same --seed and --batch-size, any number of workers has the same
-losses, up to rounding and with the same exceptions. A worker that dies is replaced, and the run continues from its
-newest checkpoint. With --num-workers MIN:MAX it continues even on fewer nodes, and later on more.
+It computes what train_ddp.py computes: with the same --seed and --batch-size, any number of workers computes the
+same losses, up to rounding. train_ddp.py lists the exceptions. A worker that dies is replaced, and the run continues
+from its newest checkpoint. With --num-workers MIN:MAX it continues even on fewer nodes, and later on more.
 """
 
 from argparse import Namespace
@@ -29,7 +29,7 @@ TASKS = (tasks.ImageTask, tasks.TextTask)
 
 def main() -> None:
     args = command_line.elastic_parser(__doc__, TASKS).parse_args()
-    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
+    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except under torchrun
     run = storage.RayRun.from_args(args)
 
     # [1] Before a worker starts, check everything that can be wrong.
@@ -98,7 +98,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray keeps our sampler and moves the batches. Its own sampler would pad, and a single worker would get none.
+    # Ray keeps our DistributedSampler and moves the batches. Its own would pad, and one worker would get none.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     if not resumed:  # a run that is killed in its first epoch restarts from the same weights
         save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})

@@ -44,7 +44,7 @@ def main() -> None:
     add("--augment", action="store_true",
         help="rotate, shift, scale and blur training images at random, on the CPUs of Ray Data's tasks")  # fmt: skip
     args = parser.parse_args()
-    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
+    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except under torchrun
 
     # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():

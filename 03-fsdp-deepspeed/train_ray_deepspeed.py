@@ -47,7 +47,7 @@ def main() -> None:
     yielding = ("batch_size", "lr", "precision", "zero_stage")  # --ds-config decides those that are not given
     parser.set_defaults(**{name: ds_settings.Default(parser.get_default(name)) for name in yielding})
     args = parser.parse_args()
-    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
+    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except under torchrun
 
     # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
@@ -96,7 +96,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray keeps our sampler and moves the batches. Its own sampler would pad, and a single worker would get none.
+    # Ray keeps our DistributedSampler and moves the batches. Its own would pad, and one worker would get none.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     num_val_batches = len(sampling.global_batch_counts(len(task.splits.val), args.batch_size))
 

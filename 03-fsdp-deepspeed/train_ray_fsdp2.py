@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true",
         help="keep weights, gradients and moments in the host's memory; a block visits the GPU to compute")  # fmt: skip
     args = parser.parse_args()
-    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except in local mode
+    driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except under torchrun
     run = storage.RayRun.from_args(args)
 
     # [1] Before a worker starts, check everything that can be wrong.
@@ -92,7 +92,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray keeps our sampler and moves the batches. Its own sampler would pad, and a single worker would get none.
+    # Ray keeps our DistributedSampler and moves the batches. Its own would pad, and one worker would get none.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     num_val_batches = len(sampling.global_batch_counts(len(task.splits.val), args.batch_size))
 

@@ -20,6 +20,7 @@ RIGHT = {  # what the repaired function returns; the orders are shortened
     "test": [250.0, 261.0],
     "weights": {"layers.1.weight": torch.ones(1), "layers.1.bias": torch.ones(1)},
 }
+SAME_IMAGES = RIGHT | {"orders": [order[::2] for order in RIGHT["orders"]]}  # what rank 0 of two workers takes
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ NO_SET_EPOCH = machinery.Wrong("the script failed: AttributeError: 'RandomSample
 @pytest.mark.parametrize(("one", "two", "because"), [
     (NotImplementedError(), None, "not done yet"),
     (NO_MODULE, None, "on one worker the script failed: AttributeError: 'MLP' object has no attribute 'module'. p"),
-    (NO_SET_EPOCH, None, "has no attribute 'set_epoch'. Which sampler does this loader have? Look at section 4."),
+    (NO_SET_EPOCH, None, "has no attribute 'set_epoch'. Which sampler is this? Skipping the call hides"),
     (machinery.Wrong("the script failed: NameError: name 'los' is not defined"), None, "NameError: name 'los' is not"),
     (RIGHT, machinery.Wrong("the script failed: Connection closed by peer [127.0.0.1]. This is typically caused by"),
      "on two workers the script failed: Connection closed by peer [127.0.0.1]. Does every rank call every collective?"),
@@ -76,7 +77,8 @@ NO_SET_EPOCH = machinery.Wrong("the script failed: AttributeError: 'RandomSample
     (RIGHT, RIGHT | {"orders": [[6, 3, 6, 0]] * 2}, "on two workers, rank 0 gets the images in the same order in both"),
     (RIGHT | {"orders": [[6, 3, 6, 0]] * 2}, RIGHT, "on one worker, rank 0 gets the images in the same order"),
     (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(1)}, "the loss of step 1 differs between one and two work"),
-    (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(1)}, "No weight has moved yet, so ask which images"),
+    (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(1)}, "No weight has moved yet: the images differ."),
+    (RIGHT, SAME_IMAGES | {"step_losses": losses_that_differ_from(1)}, "Both take the same images."),
     (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(2)}, "Does Ray average the gradients of this model?"),
     (RIGHT, RIGHT | {"step_losses": losses_that_differ_from(21)}, "step 21 differs between one and two workers. The f"),
     (RIGHT, RIGHT | {"test": [126.0, 131.0]}, "two workers count 131 test images, expected 261. That is the part of o"),

@@ -59,7 +59,7 @@ def run_port(script: str | Path, num_workers: int) -> dict:
         except Wrong as error:
             hints = {
                 "'module'": "prepare_model did not wrap this model. When does it, and when does it not?",
-                "'set_epoch'": "Which sampler does this loader have? Look at section 4.",
+                "'set_epoch'": "Which sampler is this? Skipping the call hides that two workers have a different one.",
                 "[Cc]onnection|[Tt]imed out|it hangs": "Does every rank call every collective?",
             }
             said = re.split(r"\. (?:Did you mean|This is typically)", str(error))[0].rstrip(".")  # advice that misleads
@@ -86,7 +86,7 @@ def expect_same_steps(one: dict, two: dict) -> None:
         steps = len(results["step_losses"])
         if steps != 40:
             hints = {
-                20: "How many images do both workers take in one step? The global batch is 64.",
+                20: "How many images do the two workers take together in one step? The global batch is 64.",
                 80: "Does each worker train on all images, or only on its own part?",
             }
             raise Wrong(f"{where} {steps} steps in two epochs, expected 40. {hints.get(steps, '')}".strip())
@@ -101,7 +101,9 @@ def expect_same_steps(one: dict, two: dict) -> None:
     if different:
         hint = "Does Ray average the gradients of this model?"
         if different[0] == 1:
-            hint = "No weight has moved yet, so ask which images are in the first batch. Who has shuffled them?"
+            hint = "No weight has moved yet: the images differ. Which sampler shuffles on one worker, and which on two?"
+            if two["orders"][0] == one["orders"][0][::2]:  # rank 0 takes every second image, as it should
+                hint = "Both take the same images. Over which of them is this loss the mean?"
         elif different[0] > 20:
             hint = "The first epoch agrees. Which images are in the first batch of the second?"
         raise Wrong(f"the loss of step {different[0]} differs between one and two workers. {hint}")
