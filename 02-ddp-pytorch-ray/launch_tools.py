@@ -2,12 +2,14 @@
 
 import contextlib
 import io
+import linecache
 import os
 import pdb
 import re
 import shlex
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +24,7 @@ from matplotlib.ticker import MaxNLocator
 from shared import plots
 
 STAGES = {  # of a Ray Train job -> the moment at which each ends
-    "import packages": "ray_created",
+    "driver's imports": "ray_created",
     "start Ray": "ray_started",
     "start the controller": "workers_created",
     "start the workers": "training",
@@ -71,10 +73,16 @@ class Launch:
         return Path(re.search(r"--session[-_]dir=(\S+)", commands)[1], "logs")
 
     def places(self, pid: int, script: str) -> list[str]:
-        """Return the lines of a worker's dump that are in `script`, innermost call first, or the whole dump if none."""
+        """Return a worker's calls in `script`, each with its line of source, or the whole dump if there are none.
+
+        The innermost call comes first.
+        """
         threads = self.dumps[pid].split("\nThread ")
         training = "".join(thread for thread in threads if "TrainingThread" in thread)
-        return [line for line in training.splitlines() if script in line] or [self.dumps[pid].strip()]
+        calls = re.finditer(rf"^.*\b{re.escape(script)}:(\d+)\)", training, re.MULTILINE)
+        lines = [(call[0], linecache.getline(script, int(call[1]))) for call in calls]
+        places = [f"{call:42} {textwrap.shorten(line, 70, placeholder=' ...')}" for call, line in lines]
+        return places or [self.dumps[pid].strip()]
 
 
 def run(command: str, about_to_train: Callable[[], bool] | None = None, limit_s: float = 800) -> Launch:
@@ -112,9 +120,13 @@ def observe(launch: Launch, job: subprocess.Popen, about_to_train: Callable[[], 
     launch.training = time.time()
     with contextlib.suppress(psutil.NoSuchProcess):
         processes = [psutil.Process(job.pid), *psutil.Process(job.pid).children(recursive=True)]
+        # Linux gives the boot time in whole seconds, so psutil's times are off by up to a second.
+        # We know when the job itself started, and shift them by as much.
+        correction = launch.started - processes[0].create_time()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                launch.processes[process.pid] = (process.create_time(), " ".join(process.cmdline()))
+                created = process.create_time() + correction
+                launch.processes[process.pid] = (created, " ".join(process.cmdline()))
     plain = {**os.environ, "CLICOLOR_FORCE": "0"}  # Jupyter sets it to 1, and we want no colors
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "env": plain}
     dumps = {pid: subprocess.Popen(["py-spy", "dump", "--pid", str(pid)], **options) for pid in launch.workers()}
@@ -154,8 +166,10 @@ def draw_losses(losses: Mapping[str, Sequence[float]], reference: str, tolerance
         above.plot(steps, values, linestyle=dashes, linewidth=2 if is_last else 3 - 0.4 * number, **style)
         if name != reference:
             distances = [max(abs(a - b), 1e-17) for a, b in zip(values, losses[reference], strict=False)]
+            # Larger hollow markers for earlier runs keep equal lines visible.
+            size, face = (5, red) if is_last else (13 - 2.5 * number, "none")
             below.plot(steps[: len(distances)], distances, linewidth=2 if is_last else 1.2, marker="osD^v"[number % 5],
-                       markersize=5, **style)  # fmt: skip
+                       markersize=size, markerfacecolor=face, **style)  # fmt: skip
     below.axhline(tolerance, color="black", linestyle="--", linewidth=1)
     below.text(1, 2 * tolerance, f"tolerance: {tolerance:.0e}".replace("e-0", "e-"), va="bottom", fontsize=11)
     below.set(yscale="log", ylim=(1e-18, 30))

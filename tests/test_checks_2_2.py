@@ -1,5 +1,6 @@
 """The checks of lesson 2.2: right answers pass, the stub and plausible wrong ones are rejected with help."""
 
+import functools
 import json
 import re
 
@@ -35,7 +36,7 @@ def test_2_2a_accepts(capsys):
     (DIAGNOSIS | {"A": (0, "left the loop")}, "job A: the cause is right, but look again for the rank. Which"),
     (DIAGNOSIS | {"B": (1, "left the loop")}, "job B is not 'left the loop'. Has a rank reached a function that"),
     (DIAGNOSIS | {"B": (1, "slow")}, "job B is not 'slow'. No rank computes anything"),
-    (DIAGNOSIS | {"C": (None, "slow")}, "job C is not 'slow'. All ranks wait at one line. Would they, if all had"),
+    (DIAGNOSIS | {"C": (None, "slow")}, "job C is not 'slow'. All ranks are idle at one line. Would they still"),
     (DIAGNOSIS | {"C": (0, "different collectives")}, "job C: the cause is right, but look again for the rank. Four"),
     (DIAGNOSIS | {"D": (3, "waits for data")}, "job D is not 'waits for data'."),
     (DIAGNOSIS | {"D": (3, "deadlock")}, "job D: 'deadlock' is not one of the causes 'left the loop'"),
@@ -64,7 +65,7 @@ def test_2_2a_the_dumps_show_what_the_check_says_of_them():
     assert all('(idle): "MainThread"' in dump for dump in dumps.values())  # nobody computes
 
 
-# --- 2.2b: which weights went apart ----------------------------------------------------------------------------------
+# --- 2.2b: which weights differ --------------------------------------------------------------------------------------
 
 
 def all_models(changes):
@@ -111,6 +112,11 @@ def by_extremes(rank, weights):
     return not torch.equal(stacked.amax(0), stacked.amin(0))
 
 
+def by_extremes_of_numbers(rank, weights):
+    largest = functools.reduce(torch.fmax, weights)  # as a maximum over the ranks may do, it skips NaN
+    return not torch.equal(largest, functools.reduce(torch.fmin, weights))
+
+
 def from_rank_zero(rank, weights):
     return not torch.equal(weights[rank], weights[0])
 
@@ -149,6 +155,7 @@ def test_2_2b_a_stub_is_not_done_yet(answering, capsys):
     (from_the_mean, (), "they cancel in a sum."),
     (by_checksum, (), "case 4: 0.weight of rank 1 is upside down and 1.bias of rank 0 is +1e+00 off. Exp"),
     (by_checksum, (), "your ranks say ['1.bias']. The same numbers in other places are different weights."),
+    (by_extremes_of_numbers, (), "case 5: 0.weight of rank 1 is NaN. Expected ['0.weight']; your ranks say []. NaN is"),
     (always, (), "case 1: all ranks have the same weights. Expected []; your ranks say ['0.bias', '0.weight', "),
     (always, (), "0.bias is the same on all ranks."),
     (by_extremes, ["0.weight"], "Your function has changed 0.weight on rank 0: a collective writes its result into"),

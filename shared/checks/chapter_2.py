@@ -162,7 +162,7 @@ CAUSES_OF_HANGS = {  # what speaks against each cause where it is wrong
 }
 
 
-@exercise("2.2a", "the odd rank holds the others up, and a shared line is not yet a shared collective.")
+@exercise("2.2a", "the odd rank holds the others up, and ranks at one line need not be in one collective.")
 def exercise_2_2a(diagnose: Callable[[], dict[str, tuple[int | None, str]]]) -> None:
     """diagnose() -> for each job in hung_jobs.txt the rank to look at, and the cause."""
     seen = diagnose()
@@ -178,7 +178,7 @@ def exercise_2_2a(diagnose: Callable[[], dict[str, tuple[int | None, str]]]) -> 
         if cause != expected[1]:
             hint = CAUSES_OF_HANGS[cause]
             if job == "C":
-                hint = "All ranks wait at one line. Would they, if all had called the same collective?"
+                hint = "All ranks are idle at one line. Would they still wait there, if all were in the same call?"
             raise Wrong(f"job {job} is not {cause!r}. {hint}")
         if rank != expected[0]:
             hint = "Which rank's innermost line of train.py differs from the others'?"
@@ -206,7 +206,9 @@ for changes in json.loads(cases):
             weights.copy_(weights.flip(0) if change == "flip" else weights + change)
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     answer = function(model)
-    changed = [name for name, parameter in model.named_parameters() if not torch.equal(parameter, before[name])]
+    after = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    # Compare bits, because NaN is not equal to itself.
+    changed = [name for name in after if not after[name].view(torch.int64).equal(before[name].view(torch.int64))]
     answer = list(answer) if isinstance(answer, (list, tuple, set)) else repr(answer)
     reports.append({"answer": answer, "changed": changed})
 with open(f"{folder}/{rank}.json", "w") as file:
@@ -219,10 +221,11 @@ DRIFTED = (  # (rank, parameter, what is added) -> the hint for whoever misses i
     ([(2, "1.weight", 2.0**-40)], "They differ by 1e-12. Copies of the same weights are equal bit for bit."),
     ([(0, "0.bias", 1.0), (2, "0.bias", -1.0)], "What rank 0 has more, rank 2 has less: they cancel in a sum."),
     ([(1, "0.weight", "flip"), (0, "1.bias", 1.0)], "The same numbers in other places are different weights."),
+    ([(1, "0.weight", math.nan)], "NaN is neither less nor greater than a number. Compare bits: look up Tensor.view."),
 )
 
 
-@exercise("2.2b", "every rank knows which weights went apart, and no weight has moved.")
+@exercise("2.2b", "every rank knows which weights differ, and no weight has changed.")
 def exercise_2_2b(script: str | Path) -> None:
     """A file with differing_parameters(model) -> on every rank, the names of the parameters that differ by rank."""
     refuse_stub(script)
@@ -254,7 +257,8 @@ def describe_drift(changes: list[tuple]) -> str:
         return "all ranks have the same weights"
     said = []
     for rank, name, change in changes:
-        said.append(f"{name} of rank {rank} is " + ("upside down" if change == "flip" else f"{change:+.0e} off"))
+        how = "upside down" if change == "flip" else "NaN" if math.isnan(change) else f"{change:+.0e} off"
+        said.append(f"{name} of rank {rank} is {how}")
     return " and ".join(said)
 
 
