@@ -633,8 +633,9 @@ def exercise_1_6a(script: str | Path) -> None:
     same_weights = weights.keys() == right.keys() and all(
         torch.allclose(weights[name], right[name], rtol=1e-6, atol=1e-9) for name in right
     )
-    check_samples(seen, sum(expected["samples"]))
+    check_samples(seen, "samples", sum(expected["samples"]))
     check_step_losses(seen["step_losses"], expected["step_losses"], same_weights)
+    check_samples(seen, "val_samples", sum(expected["val_samples"]))
     for epoch, accuracies in enumerate(zip(seen["val_accuracies"], expected["val_accuracies"], strict=True), start=1):
         hint = "Add up the correct answers of all ranks, each sample once, and divide once, by all validation samples."
         expect_close(*accuracies, f"the val_accuracy of epoch {epoch}", tolerance=1e-9, hint=hint)
@@ -646,19 +647,20 @@ def exercise_1_6a(script: str | Path) -> None:
         raise Wrong(f"rank 1 prints too: {ranks[1].strip().splitlines()[0]!r}. Let rank 0 speak for both")
 
 
-def check_samples(metrics: dict, expected: int) -> None:
-    """Raise Wrong unless two ranks have trained on `expected` samples together, each on its half."""
-    samples = metrics["samples"]
-    if len(samples) != 2:
-        raise Wrong(f"samples should have one number per rank, and is {samples}: is there a group, and who gathers?")
+def check_samples(metrics: dict, name: str, expected: int) -> None:
+    """Raise Wrong unless the counts under `name` say that two ranks have shared `expected` samples equally."""
+    samples = metrics.get(name)
+    if not isinstance(samples, list) or len(samples) != 2:
+        question = "Have the ranks joined a group, and do you gather their counts?"
+        raise Wrong(f"{name} should have one number per rank, but is {samples}. {question}")
     if samples == [expected, expected]:
-        raise Wrong(f"samples is {samples}: both ranks train on everything. Give each rank its half of every batch")
+        raise Wrong(f"{name} is {samples}: both ranks see every sample. Give each rank its part of every batch")
     if sum(samples) > expected:
-        raise Wrong(f"samples is {samples}, {sum(samples) - expected} too many: DistributedSampler pads uneven parts")
+        raise Wrong(f"{name} is {samples}, {sum(samples) - expected} too many: does your sampler pad uneven parts?")
     if sum(samples) < expected:
-        raise Wrong(f"samples is {samples}, {expected - sum(samples)} too few: is a part of a batch left out?")
+        raise Wrong(f"{name} is {samples}, {expected - sum(samples)} too few: is a part of a batch left out?")
     if abs(samples[0] - samples[1]) > expected // 100:
-        raise Wrong(f"samples is {samples}: the ranks' parts should be equal, up to one sample per step")
+        raise Wrong(f"{name} is {samples}: the ranks' parts should be equal, up to one sample per step")
 
 
 def check_step_losses(seen: list[float], expected: list[float], same_weights: bool) -> None:
@@ -675,13 +677,19 @@ def check_step_losses(seen: list[float], expected: list[float], same_weights: bo
     if same_weights:
         cause = "The weights are right, so the training is. Is the recorded loss the mean over BOTH ranks' samples?"
     elif first == 0:
-        cause = "Are the first weights the same? Do both ranks together see the samples of this step in alone.py?"
+        cause = (
+            "Do you record the mean over BOTH ranks' samples, or one rank's own? Are the first weights the same? Do "
+            "both ranks together see the samples of this step in alone.py?"
+        )
+    elif first == 1 and difference < 1e-3:  # without DDP it is 3e-2; a factor of 2 gives 4e-7, of 32 gives 5e-6
+        cause = "The first step is right: are its gradients too large or too small by a factor? Adam hides most of it."
     elif first < steps - 1:
-        cause = "The first step is right: do the gradients of both ranks reach every weight, as a mean?"
+        cause = "The first step is right: does every weight get the mean of both ranks' gradients?"
     elif first <= steps and difference < 0.01:
         cause = "Step 16 has 21 and 20 samples. DDP divides by the number of ranks, and not by the number of samples."
     elif first == steps:
         cause = "It is the first step of the second epoch: which order do the samples have there?"
     else:
         cause = "Do the two parts of each step together hold the samples of that step in alone.py?"
-    raise Wrong(f"step {first + 1} has the loss {seen[first]:.6f}, expected {expected[first]:.6f}. {cause}")
+    numbers = f"{seen[first]:.6f}, expected {expected[first]:.6f} (relative difference {difference:.0e})"
+    raise Wrong(f"step {first + 1} has the loss {numbers}. {cause}")
