@@ -1,4 +1,4 @@
-"""Deal, draw and time streams of Ray Data: the machinery behind the proofs of lesson 2.3."""
+"""Deal, plot and time streams of Ray Data: the machinery behind the proofs of lesson 2.3."""
 
 import json
 import os
@@ -90,22 +90,22 @@ def train_by_script(script: str, num_workers: int, seed: int, folder: Path) -> l
 
 
 def files_per_batch(ids: Sequence[int], batch_size: int, num_files: int) -> float:
-    """Return from how many files a batch draws, on average. The files hold consecutive ids, equally many each."""
+    """Return how many files a batch draws from, on average. Each file holds equally many consecutive ids."""
     files = np.array(ids) // -(-len(ids) // num_files)
     return float(np.mean([len(set(files[at : at + batch_size])) for at in range(0, len(ids), batch_size)]))
 
 
 def draw_orders(orders: Mapping[str, Sequence[int]], mixed: Mapping[str, float]) -> None:
-    """Draw for each order when which sample arrives: a dot is a sample. `mixed` holds the files per batch."""
+    """Plot, for each order, when each sample arrives. A dot is a sample, and `mixed` holds the files per batch."""
     _, grid = plt.subplots(2, 2, figsize=(6.5, 5.6), sharex=True, sharey=True, layout="constrained")
     for axes, (name, ids) in zip(grid.flat, orders.items(), strict=True):
         axes.scatter(range(len(ids)), ids, s=2, color=plots.COLORS[0])
         axes.set_title(f"{name}\n{mixed[name]:.1f} files per batch", fontsize=11, loc="left")
         axes.spines[["top", "right"]].set_visible(False)
     for axes in grid[1]:
-        axes.set_xlabel("arrives as number", fontsize=11)
+        axes.set_xlabel("position on arrival", fontsize=11)
     for axes in grid[:, 0]:
-        axes.set_ylabel("stored as number", fontsize=11)
+        axes.set_ylabel("position in the files", fontsize=11)
 
 
 # --- How long the training waits for its input -----------------------------------------------------------------------
@@ -166,7 +166,7 @@ def make_rows(batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def unused_mib(limit_mib: float | None) -> list[float]:
-    """Stream 160 MiB to a slow consumer. Return, batch by batch, how many MiB were made and not yet used.
+    """Stream 160 MiB to a slow consumer. Return, batch by batch, how many MiB were made but not yet used.
 
     limit_mib: the object store memory that the stream may use; None leaves it to Ray.
     """
