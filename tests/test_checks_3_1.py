@@ -156,7 +156,7 @@ def test_3_1c_rejects(outcome, because, reports, capsys):
 
 @pytest.mark.parametrize(("error", "because"), [
     ("the script failed: RuntimeError: Timed out waiting 20000ms for send", "and do they agree on each source?"),
-    ("it hangs: no end after 240 s.", "one rank waited for another in vain."),
+    ("it hangs: still running after 240 s.", "one rank waited for another in vain."),
     ("the script failed: NameError: name 'onwer' is not defined", "not right yet: the script failed: NameError"),
 ])  # fmt: skip
 def test_3_1c_says_why_ranks_fail(error, because, monkeypatch, tmp_path, capsys):

@@ -668,12 +668,18 @@ def exercise_2_5a(script: str | Path) -> None:
     with tempfile.TemporaryDirectory() as ddp, tempfile.TemporaryDirectory() as ported:
         # How often Ray looks for reports: so it has noted the last one when the worker dies.
         often = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1", "RAY_ADDRESS": "local"}
-        exit_code, errors = run_command([str(script), ported], timeout=400, **often)
+        try:
+            exit_code, errors = run_command([str(script), ported], timeout=400, **often)
+        except Wrong as hang:
+            raise Wrong(f"{hang} report() waits for all workers, too: does each of them call it?") from None
         epochs = Path(ported, "epochs.txt").read_text().split() if Path(ported, "epochs.txt").exists() else []
         crashed = Path(ported, "crashed").exists()
-        if exit_code != 0 and crashed and len(epochs) <= 3:
-            raise Wrong("a worker died in epoch 2, and the run ended: how many failures does your RunConfig permit?")
-        expect_success(exit_code, errors)
+        if exit_code != 0:
+            if error := error_of_driver(errors):
+                raise Wrong(f"the script failed{' after the restart' if crashed else ''}: {error}")
+            if crashed:
+                raise Wrong("the run ended as a worker died in epoch 2: how many failures does your RunConfig permit?")
+            expect_success(exit_code, errors)
         if not crashed:
             raise Wrong("no worker died: are there two, and does each call begin_epoch with its rank in every epoch?")
         if epochs != ["0", "1", "2", "2", "3"]:
@@ -688,9 +694,20 @@ def exercise_2_5a(script: str | Path) -> None:
         run_script(Path(script).with_name("ddp.py"), 2, ddp)
         expected = json.loads(Path(ddp, "metrics.json").read_text())["losses"]
     if len(seen) != len(expected):
-        raise Wrong(f"{len(seen)} losses, expected {len(expected)}: what the first attempt measured is to be kept too")
+        raise Wrong(f"{len(seen)} losses, expected {len(expected)}: keep those of the first attempt, too")
     for epoch, pair in enumerate(zip(seen, expected, strict=True)):
         hint = "Do both workers together train on the samples of ddp.py, from the same first weights?"
         if epoch >= 2:
-            hint = "It is after the restart: what else than the weights decides where a step goes?"
+            hint = "It is after the restart: what else, apart from the weights, decides where a step goes?"
         expect_close(*pair, f"the loss of epoch {epoch}", tolerance=1e-9, hint=hint)
+
+
+def error_of_driver(errors: str) -> str:
+    """Return the last error in what the driver of a Ray Train run wrote to stderr, or "" if a worker was killed."""
+    # Ray begins the lines of its workers with a color or a parenthesis.
+    own = "\n".join(line for line in errors.splitlines() if not line.startswith(("\x1b", "(")))
+    # A traceback is indented. The line after it, which is not, names the error.
+    found = re.findall(r"^\s+\S.*\n([A-Za-z_][\w.]*(?:: .*)?)$", own, re.MULTILINE)
+    # WorkerGroupError stands above the worker's own error. The other rank may have lost its connection.
+    found = [error for error in found if "WorkerGroupError" not in error and "Connection closed by peer" not in error]
+    return found[-1] if found else ""

@@ -97,7 +97,7 @@ def run_command(words: list[str], timeout: float = 240, **variables: str) -> tup
         process.wait()
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
-        raise Wrong(f"it hangs: no end after {timeout:.0f} s. Does every rank reach every collective?") from None
+        raise Wrong(f"it hangs: still running after {timeout:.0f} s. Does every rank reach every collective?") from None
     return process.returncode, errors
 
 
