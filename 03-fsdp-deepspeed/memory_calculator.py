@@ -34,8 +34,8 @@ def activation_bytes(config: GPTConfig, sequences: int, checkpointing: bool, siz
     dim, layers = config.dim, config.num_layers
     saved = layers * dim if checkpointing else 16 * layers * dim
     current_block = (15 + 5) * dim if checkpointing else 5 * dim
-    ends = 2 * dim * size + 3 * config.vocab_size * 4
-    return sequences * config.context * (saved * size + max(current_block * size, ends))
+    output = 2 * dim * size + 3 * config.vocab_size * 4
+    return sequences * config.context * (saved * size + max(current_block * size, output))
 
 
 def largest_shard(model: nn.Module, gpus: int) -> int:

@@ -74,6 +74,7 @@ def record_step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> tupl
             block.register_forward_pre_hook(partial(recorder.begin, str(number)))
             for number, block in enumerate(model.blocks, start=1)
         ]
+        recorder.begin("zero_grad")
         optimizer.zero_grad(set_to_none=False)
         recorder.begin("forward")
         loss = compute_loss()
@@ -97,9 +98,12 @@ def draw_step(title: str, recorder: Recorder) -> Axes:
     for number, name in recorder.begins:
         is_block = name.isdigit()
         style = ":" if is_block else "-"
-        axes.axvline(number, ymax=0.82 if is_block else 1, color="black", linewidth=0.7, linestyle=style)
+        height, layer = (0.82, 2) if is_block else (1, 0)  # behind the bands, where it would hide the peak
+        axes.axvline(number, ymax=height, color="black", linewidth=0.7, linestyle=style, zorder=layer)
         if not is_block:
-            axes.text(number + 5, 131 - 11 * (phases % 2), name, fontsize=11)  # side by side they could overlap
+            # Side by side the names could overlap. The box covers the line of the next phase.
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axes.text(number + 5, 131 - 11 * (phases % 2), name, fontsize=11, bbox=box)
             phases += 1
     axes.legend(frameon=False, ncols=3, fontsize=11, loc="upper center", bbox_to_anchor=(0.45, -0.19))
     return axes

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
 
 from shared import models
 
@@ -88,3 +89,23 @@ def test_mlp_flattens_its_input_and_drops_only_in_training():
     model.eval()
     assert torch.equal(model(images), model(images))
     assert torch.equal(model(images), model(images.flatten(1)))
+
+
+def floating_point_operations(function, *arguments):
+    with FlopCounterMode(display=False) as counter:
+        function(*arguments)
+    return counter.get_total_flops()
+
+
+def test_activation_checkpointing_computes_all_of_a_block_again_except_its_last_matrix_product():
+    """Backward needs the input of `down` and not its output, so PyTorch stops there."""
+    config = models.GPT_PRESETS["nano"]
+    tokens = torch.zeros(4, config.context, dtype=torch.int64)
+    plain, frugal = (models.GPT(config, activation_checkpointing=wanted) for wanted in (False, True))
+    without, with_it = (
+        floating_point_operations(lambda model: model(tokens).sum().backward(), model) for model in (plain, frugal)
+    )
+    block = floating_point_operations(plain.blocks[0], torch.zeros(4, config.context, config.dim))
+    down = 2 * tokens.numel() * 4 * config.dim**2
+    assert with_it - without == config.num_layers * (block - down)
+    assert 1.2 < with_it / without < 1.25
