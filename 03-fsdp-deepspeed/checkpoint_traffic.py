@@ -38,7 +38,7 @@ class RecordingReader(dcp.FileSystemReader):
 
 
 class HeldBackWriter(dcp.FileSystemWriter):
-    """A writer that writes nothing until `release` is called: a storage that is slow for exactly as long as we like."""
+    """A writer that writes nothing until `release` is called: storage that is slow for as long as we like."""
 
     def __init__(self, folder: str | Path) -> None:
         super().__init__(folder)

@@ -45,7 +45,7 @@ class BackgroundRun:
     def wait_for_epoch(self, number: int) -> None:
         """Wait until that many epochs have ended.
 
-        Raises AssertionError with the end of the log if the run ends before.
+        Raises AssertionError with the end of the log if the run ends first.
         """
         while len(self.metrics()) < number:
             time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Shard, train and gather the small GPT of lesson 3.3, on the ranks that torchrun started."""
+"""Shard, train and gather the small GPT of lesson 3.2, on the ranks that torchrun started."""
 
 from pathlib import Path
 
@@ -47,11 +47,12 @@ def write_gathered(model: models.GPT, optimizer: torch.optim.Optimizer, worker: 
 
     Only a proof needs this. A real model may be too large for one rank's memory.
     """
-    gathered = {"logits": model(held_out())}
+    gathered = {}
     for name, parameter in model.named_parameters():
         gathered[name] = _whole(parameter)
         for key, value in optimizer.state[parameter].items():
             gathered[f"{name}.{key}"] = _whole(value)
+    gathered["logits"] = model(held_out())  # last, because the root keeps its parameters gathered after a forward pass
     if worker.rank == 0:
         torch.save(gathered, path)
 

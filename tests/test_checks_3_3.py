@@ -23,8 +23,8 @@ def chunked(num_rows, world_size, rank):
     return min(num_rows, rank * most), min(num_rows, (rank + 1) * most)
 
 
-def load_slice(pieces, read, num_rows, world_size, rank, cut=chunked, order=sorted):
-    first, end = cut(num_rows, world_size, rank)
+def load_slice(pieces, read, total_rows, world_size, rank, cut=chunked, order=sorted):
+    first, end = cut(total_rows, world_size, rank)
     found = [read(pieces[0]["file"], 0, 0)]
     for piece_first, file, piece_rows in order(
         (piece["first_row"], piece["file"], piece["num_rows"]) for piece in pieces
@@ -40,14 +40,14 @@ def evened_out(num_rows, world_size, rank):
     return rank * few + min(rank, more), (rank + 1) * few + min(rank + 1, more)
 
 
-def everything_first(pieces, read, num_rows, world_size, rank):
-    first, end = chunked(num_rows, world_size, rank)
+def everything_first(pieces, read, total_rows, world_size, rank):
+    first, end = chunked(total_rows, world_size, rank)
     pieces = sorted(pieces, key=lambda piece: piece["first_row"])
     return torch.cat([read(piece["file"], 0, piece["num_rows"]) for piece in pieces])[first:end]
 
 
-def global_rows(pieces, read, num_rows, world_size, rank):
-    return torch.cat([read(piece["file"], *chunked(num_rows, world_size, rank)) for piece in pieces])
+def global_rows(pieces, read, total_rows, world_size, rank):
+    return torch.cat([read(piece["file"], *chunked(total_rows, world_size, rank)) for piece in pieces])
 
 
 def no_rows_are(nothing):
@@ -94,7 +94,10 @@ REMOVE = '    if rank == 0:\n        (folder / "complete").unlink(missing_ok=Tru
 TRY = '    try:\n        write(f"{rank}.slice", data)\n    except OSError:\n'
 AGREE = f"    written = torch.ones(1)\n{TRY}        written.zero_()\n    dist.all_reduce(written, dist.ReduceOp.MIN)\n"
 MARK_IF = MARK.replace("rank == 0", "rank == 0 and written")
-RIGHT = f"{REMOVE}    dist.barrier()\n{AGREE}{MARK_IF}    dist.barrier()\n    return bool(written)\n"
+UNTOLD = f"{REMOVE}    dist.barrier()\n{AGREE}{MARK_IF}    dist.barrier()\n    return bool(written)\n"
+TRY_MARK = '    try:\n        if rank == 0 and written:\n            write("complete", b"")\n    except OSError:\n'
+TELL = f"{TRY_MARK}        written.zero_()\n    dist.all_reduce(written, dist.ReduceOp.MIN)\n"
+RIGHT = UNTOLD.replace(f"{MARK_IF}    dist.barrier()\n", TELL)
 WRONG = [
     (f'    write(f"{{rank}}.slice", data)\n{MARK}    return True\n', "wrote 'complete' when the slice of rank .*2 was"),
     (f'    write(f"{{rank}}.slice", data)\n    dist.barrier()\n{MARK}    return True\n',
@@ -106,6 +109,9 @@ WRONG = [
     (f"{REMOVE}{AGREE}{MARK_IF}    return bool(written)\n", "while the older checkpoint was still marked as complete"),
     (RIGHT.replace("bool(written)", "True"), r"returned \[True, True, True\], expected False three times"),
     (RIGHT.replace("rank == 0 and written", "False"), "'complete' was missing: expected True three times"),
+    (UNTOLD, "rank 0 failed to write 'complete'. save raised .*No space left on device' there, and the other ranks"),
+    (RIGHT.replace(TELL, f"{TRY_MARK}        written.zero_()\n    dist.barrier()\n"),
+        r"rank 0 failed to write 'complete'; the ranks returned \[False, True, True\], expected False three times"),
 ]  # fmt: skip
 
 
@@ -159,12 +165,14 @@ def test_3_3b_rejects(body, because, launched, tmp_path, monkeypatch):
         exercise_3_3b(body, tmp_path)
 
 
-def test_3_3b_names_a_hang():
-    """Rank 1 returned at once when its disk was full, and the others waited for it: without processes."""
-    saved = {"returned": True, "marks": False, "mixed": False, "complete": True}
-    reports = [{"slow": saved, "full": {}}, {"slow": saved, "full": {"returned": False}}, {"slow": saved, "full": {}}]
+@pytest.mark.parametrize(("last", "when"), [("full", "rank 1's disk was full"), ("mark", "rank 0 failed to write '")])
+def test_3_3b_names_a_hang(last, when):
+    """One rank returned at once when its write failed, and the others waited for it: without processes."""
+    ended = {"marks": False, "mixed": False, "complete": False}
+    cases = {"slow": {**ended, "returned": True, "complete": True}}
+    if last == "mark":
+        cases |= {case: {**ended, "returned": False} for case in ("full", "older")}
+    reports = [{**cases, last: {}}, {**cases, last: {"returned": False}}, {**cases, last: {}}]
     failed = machinery.Wrong("the script failed: RuntimeError: Timed out waiting 30000ms for recv operation")
-    with pytest.raises(
-        machinery.Wrong, match=r"Timed out .* when rank 1's disk was full\. Does each rank reach the same"
-    ):
+    with pytest.raises(machinery.Wrong, match=rf"Timed out .* when {when}.*\. Does each rank reach the same"):
         chapter_3._judge_saves(reports, failed)

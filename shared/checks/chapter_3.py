@@ -349,7 +349,7 @@ def exercise_3_2c(collectives: Callable[[int, int, bool, bool], tuple[int, int]]
 
 @exercise("3.3a", "any number of ranks reads what any number wrote, and reads no row twice.")
 def exercise_3_3a(load_slice: Callable[..., torch.Tensor]) -> None:
-    """load_slice(pieces, read, num_rows, world_size, rank) -> this rank's rows of a weight that other ranks wrote."""
+    """load_slice(pieces, read, total_rows, world_size, rank) -> this rank's rows of a weight that other ranks wrote."""
     for num_rows, writers, world_size in ((12, 2, 3), (101, 2, 3), (101, 3, 2), (100, 4, 1), (10, 3, 4), (5, 2, 4)):
         weight = torch.arange(2.0 * num_rows).view(num_rows, 2)
         files = {f"{number}.slice": rows for number, rows in enumerate(weight.chunk(writers))}
@@ -411,7 +411,7 @@ def _judge_slice(
         )
 
 
-# Runs under torchrun, on three ranks: saves three times with the learner's function. A rank that is delayed continues
+# Runs under torchrun, on three ranks: saves four times with the learner's function. A rank that is delayed continues
 # as soon as the others wait for it in a collective or have made the mistake, so nothing depends on speed.
 SAVE_TOGETHER = """
 import importlib.util, json, os, sys, time
@@ -455,6 +455,8 @@ def write(name, data):
         new = [(folder / f"{other}.slice").exists() for other in range(3)]
         report[case]["missing"] = [other for other in range(3) if not new[other]]
         report[case]["marks"] = True
+        if case == "mark":
+            raise OSError(28, "No space left on device")
         (folder / name).write_bytes(data)
         folder.with_suffix(".marked").touch()
         return
@@ -462,12 +464,12 @@ def write(name, data):
     folder.with_suffix(f".tried-{rank}").touch()
     if case == "slow" and rank == 2:
         wait_until(lambda: happened("marked", "waits-0-True"))
-    if case != "slow" and rank == 1:
+    if case in ("full", "older") and rank == 1:
         raise OSError(28, "No space left on device")
     (folder / name).write_bytes(data)
     events["wrote"] = True
 
-for case in ("slow", "full", "older"):
+for case in ("slow", "full", "older", "mark"):
     folder = results / case
     if rank == 0:
         folder.mkdir()
@@ -490,8 +492,8 @@ for case in ("slow", "full", "older"):
         os._exit(1)
     meet()
     report[case]["complete"] = (folder / "complete").exists()
+    (results / f"{rank}.json").write_text(json.dumps(report))
     meet()
-(results / f"{rank}.json").write_text(json.dumps(report))
 distributed.leave()
 """
 
@@ -515,7 +517,8 @@ def exercise_3_3b(script: str | Path) -> None:
 
 def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
     """Raise Wrong for the first promise that the ranks' reports show to be broken."""
-    slow, full, older = ([report.get(case, {}) for report in reports] for case in ("slow", "full", "older"))
+    cases = ("slow", "full", "older", "mark")
+    slow, full, older, mark = ([report.get(case, {}) for report in reports] for case in cases)
     for rank, seen in enumerate(slow):
         if seen.get("missing"):
             late = " and ".join(map(str, seen["missing"]))
@@ -531,11 +534,8 @@ def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
                 f"rank {rank}'s disk was full. save raised {seen['raised']!r} there and left the other ranks waiting. "
                 "Catch the error, let every rank know, and return False on each of them"
             )
-    if failed:
-        timed_out = any(words in str(failed) for words in ("imed out", "timeout", "onnection closed"))
-        where = " when rank 1's disk was full" if any(full) else ""
-        hint = f"{where}. Does each rank reach the same collectives, whether its write failed or not?"
-        raise Wrong(f"{failed}{hint if timed_out or any(full) else ''}")
+    if failed and not any(mark):
+        _judge_failure(failed, " when rank 1's disk was full" if any(full) else "")
     if any(seen["returned"] is not True for seen in slow) or not slow[0]["complete"]:
         returned = [seen["returned"] for seen in slow]
         raise Wrong(
@@ -557,6 +557,24 @@ def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
             f"rank {mixed[0]} wrote its slice while the older checkpoint was still marked as complete. A crash at "
             "that moment leaves a marked mixture: remove the mark first, and let every rank wait for that"
         )
+    for rank, seen in enumerate(mark):
+        if "raised" in seen:
+            raise Wrong(
+                f"every rank had written its slice, and then rank {rank} failed to write 'complete'. save raised "
+                f"{seen['raised']!r} there, and the other ranks did not return False. How do they hear of it?"
+            )
+    if failed:
+        _judge_failure(failed, " when rank 0 failed to write 'complete'")
+    if any(seen["returned"] is not False for seen in mark):
+        returned = [seen["returned"] for seen in mark]
+        raise Wrong(f"rank 0 failed to write 'complete'; the ranks returned {returned}, expected False three times")
+
+
+def _judge_failure(failed: Wrong, where: str) -> None:
+    """Raise Wrong for a launch that failed, with a hint if it was at a full disk or waited in vain."""
+    timed_out = any(words in str(failed) for words in ("imed out", "timeout", "onnection closed"))
+    hint = f"{where}. Does each rank reach the same collectives, whether its write failed or not?"
+    raise Wrong(f"{failed}{hint if timed_out or where else ''}")
 
 
 # --- Lesson 3.4: DeepSpeed ZeRO --------------------------------------------------------------------------------------
