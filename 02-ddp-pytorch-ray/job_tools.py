@@ -54,7 +54,7 @@ class Job:
     def wait_for_epoch(self, epoch: int) -> None:
         """Wait until the job has finished this epoch.
 
-        Raises AssertionError with the job's output if the job has ended, or is an epoch further already.
+        Raises AssertionError with the job's output if the job has ended, or is already an epoch ahead.
         """
         deadline = time.monotonic() + PATIENCE_S
         while len(self.metrics()) < epoch and self.process.poll() is None and time.monotonic() < deadline:

@@ -18,7 +18,7 @@ from shared import checkpoint, datasets, distributed, models
 
 RUNS = {  # run -> what it does not restore, as the learner is to name it
     "A": "scheduler",
-    "B": "generators on rank 1",
+    "B": "random on rank 1",
     "C": "nothing",
     "D": "optimizer on rank 1",
     "E": "progress",
@@ -69,7 +69,7 @@ def resume(state: dict, left_out: str, worker: distributed.Worker) -> tuple:
     if left_out_here != "scheduler":
         scheduler.load_state_dict(state["scheduler"])
     # The usual mistake: every rank gets the generators of rank 0.
-    checkpoint.set_random_state(state["random"][0 if left_out_here == "generators" else worker.rank])
+    checkpoint.set_random_state(state["random"][0 if left_out_here == "random" else worker.rank])
     # Without its progress the run starts the epoch again.
     step = state["progress"]["step"]
     progress["step"] = step - step % STEPS_PER_EPOCH if left_out_here == "progress" else step
