@@ -65,9 +65,9 @@ def measure_step(model: nn.Module, optimizer: Optimizer, compute_loss: Callable[
     state = measure.state_bytes(model, optimizer)
     del loss
     optimizer.step()
-    optimizer.zero_grad()
     trace = MemoryTrace()
-    trace.track_external(model, optimizer)
+    trace.track_external(model, optimizer)  # before zero_grad, because DDP keeps the buckets that its gradients are in
+    optimizer.zero_grad()
     with trace:
         loss = compute_loss(model)
         trace.phase = "backward"

@@ -66,18 +66,25 @@ def test_the_five_runs_show_what_3_2a_says(monkeypatch):
 # --- 3.2b: a vision model, on two ranks -------------------------------------------------------------------------------
 
 IMPORT = "from torch.distributed.fsdp import fully_shard\n\n\ndef shard(model):\n"
-BLOCKS = "    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):\n        "
-BY_BLOCK = f"{BLOCKS}for block in layer:\n            fully_shard(block)\n"
+STAGES = "    for layer in (model.layer1, model.layer2, model.layer3, model.layer4):\n        "
+BY_BLOCK = f"{STAGES}for block in layer:\n            fully_shard(block)\n"
+LARGE = "    for block in model.layer4:\n        fully_shard(block)\n"
+GROUPS = f"    fully_shard([model.layer1, model.layer2, model.layer3])\n{LARGE}"
 ROOT = "    fully_shard(model)\n"
 
 
 WRONG_3_2b = [
-    (BY_BLOCK, r"parameters are not sharded \(conv1.weight, .*Call fully_shard on the whole model last"),
-    (ROOT + BY_BLOCK, "Did you shard the model before its blocks"),
-    (ROOT, "100% of the weights are gathered at once"),
-    (f"{BLOCKS}fully_shard(layer)\n{ROOT}", "75% of the weights are gathered at once.* Shard the blocks first"),
-    (f"    fully_shard([*model.layer1, *model.layer2, *model.layer3, *model.layer4])\n{ROOT}", "3 all-gathers in a"),
-    (BY_BLOCK.replace("(block)", "(block, reshard_after_forward=False)") + ROOT, "9 all-gathers in a step. Block by"),
+    (GROUPS, r"parameters are not sharded \(conv1.weight, .*Which call takes what belongs to no group"),
+    (ROOT + GROUPS, "Did you shard the model before its blocks"),
+    (ROOT, "the root holds 100% of the weights, and it stays gathered"),
+    (LARGE + ROOT, "the root holds 25% of the weights, and it stays gathered"),
+    (f"{STAGES}fully_shard(layer)\n{ROOT}", "one group holds 75% of the weights, and the largest block only 42%"),
+    (f"    fully_shard([*model.layer1, *model.layer2, *model.layer3, *model.layer4])\n{ROOT}", "group holds 100% of"),
+    (BY_BLOCK + ROOT, "17 all-gathers in a step, and seven are enough.* so small that they could be one"),
+    (
+        GROUPS.replace(")\n", ", reshard_after_forward=False)\n") + ROOT,
+        "4 all-gathers in a step, for 3 groups.* not freed",
+    ),
 ]
 
 
@@ -105,7 +112,7 @@ def exercise_3_2b(body, tmp_path):
 
 def test_3_2b_accepts(tmp_path):
     """As a learner runs it, two processes started."""
-    assert exercise_3_2b(BY_BLOCK + ROOT, tmp_path)
+    assert exercise_3_2b(GROUPS + ROOT, tmp_path)
 
 
 def test_3_2b_is_a_stub(tmp_path):

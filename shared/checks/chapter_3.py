@@ -232,11 +232,14 @@ def exercise_3_2a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"for run {run} you say {seen[run]!r}, which is not one of {', '.join(SHARDING_SYMPTOMS)}")
         if seen[run] != mistake:
             symptom = SHARDING_SYMPTOMS[seen[run]]
-            raise Wrong(f"for run {run} you say {seen[run]!r}. Then {symptom}. Is that so in run {run}, and all of it?")
+            raise Wrong(
+                f"for run {run} you say {seen[run]!r}. Then {symptom}. Does that fit everything in run {run}'s log?"
+            )
 
 
 SHARD_RESNET = """
 import importlib.util, json, sys
+from collections import Counter
 import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
@@ -265,11 +268,13 @@ exercise.shard(model)
 sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
 report = {"unsharded": [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]}
 if not report["unsharded"]:
-    units = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
-    pieces = dict.fromkeys(units, 0)
+    units = {name: module._get_fsdp_state() for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    shares = Counter()  # by group: modules that were sharded in one call have the same state
     for name, size in sizes.items():  # a parameter belongs to the innermost module that was sharded
-        pieces[max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len)] += size
-    report["largest"] = max(pieces.values()) / sum(sizes.values())
+        unit = max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len)
+        shares[id(units[unit])] += size / sum(sizes.values())
+    report["root"] = shares.pop(id(units.get("")), 0.0)
+    report["groups"], report["largest"] = len(shares), max(shares.values(), default=0.0)
     optimizer = torch.optim.AdamW(model.parameters())
     with Gathers() as gathers:
         F.cross_entropy(model(images[mine].double()), labels[mine]).backward()
@@ -285,9 +290,9 @@ distributed.leave()
 """
 
 
-@exercise("3.2b", "half of the state on each rank, and never more than one block gathered.")
+@exercise("3.2b", "half of the state on each rank, no group above the largest block, and few all-gathers.")
 def exercise_3_2b(script: str | Path) -> None:
-    """A file with shard(model), which shards a ResNet-18 in place, block by block."""
+    """A file with shard(model), which shards a ResNet-18 in place, in few groups of limited size."""
     refuse_stub(script)
     with tempfile.TemporaryDirectory() as folder:
         caller = Path(folder) / "call.py"
@@ -304,18 +309,21 @@ def exercise_3_2b(script: str | Path) -> None:
             names = ", ".join([*unsharded[:3], "..."] if len(unsharded) > 3 else unsharded)
             raise Wrong(
                 f"{len(unsharded)} parameters are not sharded ({names}): their gradients are not averaged over the "
-                "ranks either. Call fully_shard on the whole model last"
+                "ranks either. Which call takes what belongs to no group?"
             )
+        if report["root"] > 0.01:
+            raise Wrong(f"the root holds {report['root']:.0%} of the weights, and it stays gathered")
         if report["largest"] > 0.43:
+            raise Wrong(f"one group holds {report['largest']:.0%} of the weights, and the largest block only 42%")
+        if report["gathers"] < 2 * report["groups"]:
             raise Wrong(
-                f"{report['largest']:.0%} of the weights are gathered at once. With one group per block it is 42%, "
-                "the largest block. Shard the blocks first, then the model"
+                f"{report['gathers']} all-gathers in a step, for {report['groups']} groups besides the root: they are "
+                "not freed between the forward and the backward pass"
             )
-        if report["gathers"] < 17:
+        if report["gathers"] > 7:
             raise Wrong(
-                f"{report['gathers']} all-gathers in a step. Block by block there are 17: one for each of the eight "
-                "blocks and one for the root in the forward pass, and the blocks again in the backward pass. Call "
-                "fully_shard once per block, and let it reshard"
+                f"{report['gathers']} all-gathers in a step, and seven are enough. Each group costs two: which are so "
+                "small that they could be one?"
             )
         if report["apart"] > 1e-9:
             raise Wrong(f"the gradients are off by {report['apart']:.1e} from those of one process")
