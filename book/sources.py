@@ -231,9 +231,9 @@ def cards() -> str:
         if found := re.fullmatch(r"\| \*\*(\d)\*\* \| \[\*\*(.+?)\*\*\]\((.+?)\) \| (.+?) \|.*", line):
             number, title, page, hours = found.groups()
             cards.append([f"[{number} · {title}]({page})\n\n{hours}\n"])
-        elif found := re.fullmatch(r"\| \d\.\d \| \[(.+?)\]\((.+?)\) \| (.+?) \|.*", line):
-            title, page, minutes = found.groups()
-            cards[-1].append(f"- [{title}]({page}) {minutes}")
+        elif found := re.fullmatch(r"\| (\d\.\d) \| \[(.+?)\]\((.+?)\) \| (.+?) \|.*", line):
+            number, title, page, minutes = found.groups()
+            cards[-1].append(f"- [{number} {title}]({page}) {minutes}")
     each = [":::{container} chapter\n" + "\n".join(card) + "\n:::\n" for card in cards]
     return "\n".join(["::::{container} chapters", *each, "::::"])
 
