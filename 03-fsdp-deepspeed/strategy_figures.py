@@ -40,29 +40,29 @@ def over_ranks(ranks: Sequence[int], series: Mapping[str, Sequence[float]], titl
 
 
 def keeps_and_sends(points: Mapping[str, tuple[float, float]], title: str) -> Axes:
-    """Draw each strategy at (bytes of state per parameter, bytes sent over the gradients' bytes).
+    """Draw each strategy at (bytes of state per parameter, bytes sent in units of (N-1)/N of the gradients).
 
     Strategies at the same point share one dot.
     """
     groups: list[tuple[float, float, list[str]]] = []
     for name, (keeps, sends) in points.items():
-        near = [names for x, y, names in groups if abs(x - keeps) < 0.3 and abs(y - sends) < 0.05]
+        near = [names for x, y, names in groups if abs(x - keeps) < 0.3 and abs(y - sends) < 0.08]
         if near:
             near[0].append(name)
         else:
             groups.append((keeps, sends, [name]))
     axes = plots.new_axes(title, "keeps: bytes of state per parameter", size=(5.6, 4))
-    axes.set_ylabel("sends per step: multiples of the gradients")
+    axes.set_ylabel("sends per step: multiples of (N-1)/N · G")
     colors = {"DDP": plots.COLORS[5], "FSDP2": plots.COLORS[1], "ZeRO": plots.COLORS[0]}
     for x, y, names in groups:
         (color,) = (color for family, color in colors.items() if names[0].startswith(family))
         axes.scatter(x, y, s=150, color=color, zorder=3)
-        crowded = any(0 < abs(x - other) < 3 and 0 < other_y - y < 0.1 for other, other_y, _ in groups)
+        crowded = any(0 < abs(x - other) < 3 and 0 < other_y - y < 0.2 for other, other_y, _ in groups)
         offset, side = ((0, -11), "top") if crowded else ((0, 10), "bottom")
         style = {"color": color, "fontsize": FONT, "fontweight": "bold"}
         axes.annotate("\n".join(names), (x, y), offset, textcoords="offset points", ha="center", va=side, **style)
-    axes.text(6.1, 0.83, "better: less of both", fontsize=FONT, style="italic", color=plots.COLORS[2])
-    axes.set(xlim=(6, 18), ylim=(0.8, 1.7), yticks=(1, 1.25, 1.5), xticks=(8, 10, 12, 14, 16))
+    axes.text(6.1, 1.66, "better: less of both", fontsize=FONT, style="italic", color=plots.COLORS[2])
+    axes.set(xlim=(6, 18), ylim=(1.6, 3.4), yticks=(2, 2.5, 3), xticks=(8, 10, 12, 14, 16))
     for label in (axes.xaxis.label, axes.yaxis.label, *axes.get_xticklabels(), *axes.get_yticklabels()):
         label.set_fontsize(FONT)
     return axes
