@@ -131,7 +131,7 @@ RUNS_1_2A = {
 }
 
 
-@exercise("1.2a", "equal weights before and after each step, no sample twice, and what one process computes.")
+@exercise("1.2a", "only D has equal weights before and after each step, no sample twice, and one process's results.")
 def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> {"A": cause, ...}, the cause behind the log of each of the four runs."""
     answer = diagnose()
