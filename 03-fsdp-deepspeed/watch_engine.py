@@ -11,7 +11,7 @@ KIND_COLORS = {"weights": "#3465a4", "gradients": "#d9730d", "master copy": "#8e
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Count the collectives that are called inside its `with`."""
+    """Count the collectives that are called inside its `with` block."""
 
     number = 0
 
@@ -56,7 +56,7 @@ def draw_state(kept: Mapping[str, Mapping[str, float]], paper: Mapping[str, floa
     for position, total in enumerate(bottoms.values()):
         axes.text(position, total + 0.3, f"{total:.1f}", ha="center", fontsize=12, fontweight="bold")
     positions = [position + 0.4 for position in range(len(kept))]
-    axes.plot(positions, [paper[name] for name in kept], "<", color="black", markersize=11, label="the paper's total")
+    axes.plot(positions, [paper[name] for name in kept], "<", color="black", markersize=11, label="the paper's rule")
     axes.set_axisbelow(True)
     axes.set_yticks(range(0, 17, 4))
     axes.set_ylim(0, 1.12 * max(*bottoms.values(), *paper.values()))

@@ -99,27 +99,31 @@ WRONG_PORTS = {
         re.sub(r"^raise NotImplementedError.*\n", "", written_file(LESSON), flags=re.MULTILINE),
         "parameters do not have their start values",
     ),
+    "not gathered": (
+        re.sub(r", gathered=partial\(.*\)\)", ")", RIGHT_PORT),
+        "parameters do not have their start values.* what is its shape while it is filled",
+    ),
     "filled by each rank, without broadcast": (
         RIGHT_PORT.replace("modifier_rank=0", "modifier_rank=None"),
-        "say which rank's changes count",
+        "parameters do not have their start values.* what becomes of the new values",
     ),
     "step once": (
         RIGHT_PORT.replace("        engine.step()\n", "").replace(
             "    return distributed", "    engine.step()\n    return distributed"
         ),
-        "the engine has made 0 updates. It counts the parts of a step by the calls of engine.step",
+        "the engine has made 0 updates instead of 1. How does it know that a part of a step is over",
     ),
     "divided twice": (RIGHT_PORT.replace("backward(loss)", "backward(loss / len(parts))"), "half of the"),
     "not through the engine": (
         RIGHT_PORT.replace("engine(tokens)", "engine.module(tokens)"),
-        "Does each part's forward pass go through the engine",
+        "Compare the port line by line with what section 2 says of the engine's three calls",
     ),
     "clipped by hand": (
         RIGHT_PORT.replace('    settings["gradient_clipping"] = 0.5\n', "").replace(
             "        engine.step()\n",
             "        torch.nn.utils.clip_grad_norm_(engine.module.parameters(), 0.5)\n        engine.step()\n",
         ),
-        "where one process is that never clips",
+        "where one process is that never clips. After engine.backward.*, what is left in the parameters' .grad",
     ),
     "own loss": (
         RIGHT_PORT.replace("distributed.global_sum(mean).item() / dist.get_world_size()", "mean.item()"),

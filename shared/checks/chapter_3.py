@@ -698,14 +698,14 @@ def judge_port(seen: list[dict]) -> None:
     if report["wrong"]:
         raise Wrong(
             f"{len(report['wrong'])} of {report['parameters']} parameters do not have their start values, among them "
-            f"{report['wrong'][0]}. In stage 3 a parameter outside GatheredParameters is an empty tensor. Gather it to "
-            "fill it, and say which rank's changes count (section 2)"
+            f"{report['wrong'][0]}. Follow it through build_engine: what is its shape while it is filled, "
+            "and what becomes of the new values when it is sharded again?"
         )
     for number, (step, right) in enumerate(zip(report["steps"], report["clipped"], strict=True), start=1):
         if step["updates"] != number:
             raise Wrong(
-                f"after step {number} the engine has made {step['updates']} updates. It counts the parts of a step by "
-                "the calls of engine.step()"
+                f"after step {number} the engine has made {step['updates']} updates instead of {number}. How does it "
+                "know that a part of a step is over?"
             )
         if math.isclose(step["norm"], right["norm"] / 2, rel_tol=1e-3):
             raise Wrong(
@@ -718,11 +718,11 @@ def judge_port(seen: list[dict]) -> None:
         if math.isclose(step["norm"], unclipped["norm"], rel_tol=1e-4):
             raise Wrong(
                 f"in step {number} the run is where one process is that never clips. After engine.backward(), what is "
-                "in the parameters' .grad? Let the engine clip: it has a setting for it (section 6)"
+                "left in the parameters' .grad to clip?"
             )
         raise Wrong(
-            f"in step {number} the gradients' norm is {step['norm']:.3f}, and {right['norm']:.3f} on one process. Does "
-            "each part's forward pass go through the engine?"
+            f"in step {number} the gradients' norm is {step['norm']:.3f}, and {right['norm']:.3f} on one process. "
+            "Compare the port line by line with what section 2 says of the engine's three calls"
         )
     for rank, own in enumerate(seen):
         for number, (step, right) in enumerate(zip(own["steps"], report["clipped"], strict=True), start=1):
