@@ -33,7 +33,7 @@ def kill_last_rank(job: subprocess.Popen) -> None:
 
 def py_spy(job: subprocess.Popen) -> list[subprocess.CompletedProcess]:
     """Run `py-spy dump` on all ranks of a torchrun job at once, and return what each dump printed, rank by rank."""
-    plain = {**os.environ, "CLICOLOR_FORCE": "0"}  # colors would split a place such as script.py:3
+    plain = {**os.environ, "CLICOLOR_FORCE": "0"}  # color codes would split a location such as script.py:3
     commands = [["py-spy", "dump", "--pid", str(rank.pid)] for rank in psutil.Process(job.pid).children()]
     pipe = subprocess.PIPE
     dumps = [subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=plain) for command in commands]

@@ -68,7 +68,7 @@ def exercise_1_1a(resume: Callable) -> None:
             raise Wrong(f"{equal}: step {step} should have {right:.4f} and has {loss:.4f}. {cause}")
 
 
-@exercise("1.1b", "parts of a batch, added up, are the batch: the idea that all data parallelism rests on.")
+@exercise("1.1b", "the gradients of the parts add up to that of the whole batch: all data parallelism rests on this.")
 def exercise_1_1b(accumulate: Callable) -> None:
     """accumulate(model, images, labels, parts) leaves in .grad the gradient of the mean loss over the whole batch."""
     torch.manual_seed(0)
