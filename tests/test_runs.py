@@ -3,8 +3,8 @@
 import json
 import math
 import os
-import select
 import resource
+import select
 import shlex
 import socket
 import subprocess
