@@ -1,23 +1,12 @@
-"""Watch a DeepSpeed engine: count its collectives, measure its buckets, and draw what a rank keeps."""
+"""Watch a DeepSpeed engine: measure its buckets, and draw what a rank keeps."""
 
 from collections.abc import Mapping
 
 from matplotlib.axes import Axes
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared import measure, plots
 
 KIND_COLORS = {"weights": "#3465a4", "gradients": "#d9730d", "master copy": "#8e4b9e", "moments": "#2e7d5b"}
-
-
-class CollectiveCounter(TorchDispatchMode):
-    """Count the collectives that are called inside its `with` block."""
-
-    number = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.number += function.namespace == "c10d"
-        return function(*args, **(kwargs or {}))
 
 
 def watch_buckets(engine: object) -> list[int]:

@@ -42,7 +42,10 @@ def stub():
     [
         (stub, "not done yet"),
         (lambda: None, "keys A, B, C and D"),
-        (lambda: {**RIGHT, "D": "?"}, "choose from correct, weights, samples"),
+        (
+            lambda: {**RIGHT, "D": "?"},
+            "for D you say '?', which is not one of 'correct', 'weights', 'samples'",
+        ),
         (
             lambda: {**RIGHT, "A": "forgotten"},
             "equal before step 1 and different after it. Compare both ranks' weights",
@@ -83,7 +86,7 @@ def ring_file(folder: Path, body: str) -> Path:
 def ranks_are_threads(monkeypatch):
     """The check's ranks are threads of this process, and its script is not started."""
 
-    def run_ranks(caller, num_ranks, path, folder, chunks):
+    def run_script(caller, num_ranks, folder, path, chunks):
         pipes = [Queue() for _ in range(num_ranks)]  # to each rank, from its left neighbour
 
         def work(rank: int, function: Callable) -> None:
@@ -105,7 +108,7 @@ def ranks_are_threads(monkeypatch):
         for rank in ranks:
             rank.join()
 
-    monkeypatch.setattr(chapter_1, "run_ranks", run_ranks)
+    monkeypatch.setattr(machinery, "run_script", run_script)
 
 
 def test_a_ring_of_real_processes_is_accepted(tmp_path):
@@ -206,13 +209,13 @@ def test_global_accuracy_rejects_wrong_answers_with_help(body, help_in_message, 
 def answers_without_ranks(monkeypatch, answers):
     """The check's two ranks answer so, without being started; an answer in words is an error of the script."""
 
-    def run_script(script, nproc, exercise, folder, cases):
+    def run_script(script, nproc, folder, exercise, cases):
         if isinstance(answers, str):
             raise machinery.Wrong(answers)
         for rank, answer in enumerate(answers):
             Path(folder, f"{rank}.json").write_text(json.dumps(answer))
 
-    monkeypatch.setattr(chapter_1, "run_script", run_script)
+    monkeypatch.setattr(machinery, "run_script", run_script)
 
 
 def test_hits_added_and_samples_not_is_asked_about(tmp_path, monkeypatch, capsys):

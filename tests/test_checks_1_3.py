@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shared import checks
-from shared.checks import chapter_1
+from shared.checks import chapter_1, machinery
 
 LESSON = Path(__file__).parents[1] / "01-ddp-pytorch-only" / "03_distributed_data_parallel.ipynb"
 
@@ -38,7 +38,10 @@ def test_right_diagnosis_is_accepted():
         (diagnosis(B="no set_epoch"), "for run B .* begin both epochs with the same samples"),
         (diagnosis(C="own accuracy"), "for run C .* report different accuracies although their weights are equal"),
         (diagnosis(E="padding"), "for run E .* train on more than the 101 samples"),
-        (diagnosis(D="padded"), "'padded', which is not one of own accuracy, bare model, padding"),
+        (
+            diagnosis(D="padded"),
+            "for D you say 'padded', which is not one of 'own accuracy', 'bare model', 'padding'",
+        ),
     ],
 )
 def test_wrong_diagnosis_gets_help(diagnose, help_in_message):
@@ -172,7 +175,7 @@ def exercise_1_3c(written, monkeypatch):
         for rank, report in enumerate(written):
             Path(folder, f"rank-{rank}.json").write_text(json.dumps(report))
 
-    monkeypatch.setattr(chapter_1, "run_script", run_script)
+    monkeypatch.setattr(machinery, "run_script", run_script)
     return checks.exercise_1_3c("exercise.py", strict=True)
 
 

@@ -7,7 +7,7 @@ from answers import assert_accepts, assert_rejects, stub
 from notebook_rules import ROOT
 
 from shared import checks
-from shared.checks import chapter_1, machinery
+from shared.checks import machinery
 
 DIAGNOSIS = {"A": "in the update", "B": "before the update", "C": "rounding"}
 
@@ -25,7 +25,7 @@ def test_1_4a_accepts(capsys):
     (DIAGNOSIS | {"A": "before the update"}, "port A is not 'before the update'. Look at step 1"),
     (DIAGNOSIS | {"B": "in the update"}, "port B is not 'in the update'. Look at step 1"),
     (DIAGNOSIS | {"C": "in the update"}, "port C is not 'in the update'. Its gap grows in float32. What is left"),
-    (DIAGNOSIS | {"C": "bug"}, "'bug' is not one of the answers 'rounding', 'before the update'"),
+    (DIAGNOSIS | {"C": "bug"}, "for C you say 'bug', which is not one of 'rounding', 'before the update'"),
     ({"A": "rounding"}, "return a dict with the keys A, B and C"),
     (None, "return a dict with the keys A, B and C; yours is None"),
 ])  # fmt: skip
@@ -58,7 +58,7 @@ def printed(monkeypatch):
                 raise outcome
             return outcome
 
-        monkeypatch.setattr(chapter_1, "run_script", run_script)
+        monkeypatch.setattr(machinery, "run_script", run_script)
 
     return prints
 

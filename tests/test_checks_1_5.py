@@ -30,7 +30,7 @@ def test_1_5a_accepts(capsys):
     (DIAGNOSIS | {"C": "wrong id"}, "launch C is not 'wrong id'. With two ids both agents reach the store. Did both?"),
     (DIAGNOSIS | {"D": "wrong endpoint"}, "launch D is not 'wrong endpoint'. Node 1's last line is that of launch C."),
     (DIAGNOSIS | {"D": "missing package"}, "launch D is not 'missing package'. Ranks were started"),
-    (DIAGNOSIS | {"D": "firewall"}, "'firewall' is not one of the answers 'missing agent', 'wrong id'"),
+    (DIAGNOSIS | {"D": "firewall"}, "for D you say 'firewall', which is not one of 'missing agent', 'wrong id'"),
     ({"A": "wrong id"}, "return a dict with the keys A, B, C and D"),
     (None, "return a dict with the keys A, B, C and D; yours is None"),
 ])  # fmt: skip

@@ -114,7 +114,7 @@ def test_2_1b_accepts(capsys):
     (DIAGNOSIS | {"C": "not split"}, "loader C: it is not 'not split'. Then each rank would draw all 101 samples."),
     (DIAGNOSIS | {"C": "no set_epoch"}, "loader C: it is not 'no set_epoch'. Compare the order of the two epochs"),
     (DIAGNOSIS | {"D": "nothing"}, "loader D: it is not 'nothing'."),
-    (DIAGNOSIS | {"D": "shuffle"}, "'shuffle' is not one of the answers 'nothing', 'padding', 'no set_epoch'"),
+    (DIAGNOSIS | {"D": "shuffle"}, "for D you say 'shuffle', which is not one of 'nothing', 'padding', 'no set_epoch'"),
     ({"A": "padding"}, "return a dict with the keys A, B, C and D"),
     (None, "return a dict with the keys A, B, C and D; yours is None"),
 ])  # fmt: skip

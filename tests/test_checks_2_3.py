@@ -35,7 +35,10 @@ def test_2_3a_accepts(capsys):
     (DIAGNOSIS | {"E": "files only"}, "stream E: it is not 'files only'. Then the rows of a file still arrive one aft"),
     (DIAGNOSIS | {"C": "idle rank"}, "stream C: it is not 'idle rank'. Then one rank receives nothing."),
     (DIAGNOSIS | {"C": "same order"}, "stream C: it is not 'same order'. Compare the two epochs on one rank."),
-    (DIAGNOSIS | {"D": "one block"}, "'one block' is not one of the answers 'nothing', 'rows dropped', 'idle rank'"),
+    (
+        DIAGNOSIS | {"D": "one block"},
+        "for D you say 'one block', which is not one of 'nothing', 'rows dropped', 'idle rank'",
+    ),
     ({"A": "nothing"}, "return a dict with the keys A, B, C, D and E"),
     (None, "return a dict with the keys A, B, C, D and E; yours is None"),
 ])  # fmt: skip

@@ -33,7 +33,7 @@ def test_2_4a_accepts(capsys):
     (DIAGNOSIS | {"D": "optimizer"}, "both ranks' second losses are wrong. Is that what you see in run D?"),
     (DIAGNOSIS | {"D": "random on rank 1"}, "Then rank 1's first loss is wrong on the right samples, and rank 0's"),
     (DIAGNOSIS | {"E": "model"}, "Then both ranks' losses jump back to those of an untrained model. Is that"),
-    (DIAGNOSIS | {"E": "samples"}, "run E: 'samples' is not one of the answers 'nothing', 'model', 'optimizer'"),
+    (DIAGNOSIS | {"E": "samples"}, "for E you say 'samples', which is not one of 'nothing', 'model', 'optimizer'"),
     ({"A": "scheduler"}, "return a dict with the keys A, B, C, D and E"),
     (None, "return a dict with the keys A, B, C, D and E; yours is None"),
 ])  # fmt: skip

@@ -42,7 +42,7 @@ def test_3_2a_accepts(capsys):
     (diagnosis(C="own norm"), "for run C you say 'own norm'. Then the two ranks would scale their gradients"),
     (diagnosis(D="no root"), "for run D you say 'no root'. Then some parameters would be whole on every rank"),
     (diagnosis(E="root only"), "for run E you say 'root only'. Then a step would gather a single group"),
-    (diagnosis(E="frozen"), "'frozen', which is not one of none, no root, root only"),
+    (diagnosis(E="frozen"), "for E you say 'frozen', which is not one of 'none', 'no root', 'root only'"),
 ])  # fmt: skip
 def test_3_2a_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_3_2a, answer, because, capsys)
@@ -97,7 +97,7 @@ def launched(tmp_path_factory) -> dict[str, Path]:
         found[body].mkdir()
         (found[body] / "exercise.py").write_text(IMPORT + body)
         (found[body] / "call.py").write_text(chapter_3.SHARD_RESNET)
-        command = [str(found[body] / "call.py"), str(found[body] / "exercise.py"), str(found[body])]
+        command = [str(found[body] / "call.py"), str(found[body]), str(found[body] / "exercise.py")]
         (found[body] / "command.json").write_text(json.dumps(command))
     command = [*TORCHRUN, "--nproc-per-node", "2", ROOT_FOLDER / "tests/many_answers.py", folder]
     subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -122,7 +122,7 @@ def test_3_2b_is_a_stub(tmp_path):
 
 @pytest.mark.parametrize(("body", "because"), WRONG_3_2b)
 def test_3_2b_rejects(body, because, launched, tmp_path, monkeypatch):
-    def run_script(path, nproc, script, folder):
+    def run_script(path, nproc, folder, script):
         assert (Path(path).read_text(), nproc) == (chapter_3.SHARD_RESNET, 2)
         codes = [int(read(body, f"{rank}.code")) for rank in range(2)]
         machinery.expect_success(int(codes != [0, 0]), "".join(read(body, f"{rank}.err") for rank in range(2)))
@@ -132,7 +132,7 @@ def test_3_2b_rejects(body, because, launched, tmp_path, monkeypatch):
     def read(body, name):
         return (launched[body] / name).read_text()
 
-    monkeypatch.setattr(chapter_3, "run_script", run_script)
+    monkeypatch.setattr(machinery, "run_script", run_script)
     with pytest.raises(AssertionError, match=because):
         exercise_3_2b(body, tmp_path)
 

@@ -36,7 +36,7 @@ def test_right_diagnosis_is_accepted(capsys):
     ("for run E you say 'none'. Then nothing in its logs would be wrong", diagnosis(E="none")),
     ("for run D you say 'clipped by hand'. Clipping by hand has no effect", diagnosis(D="clipped by hand")),
     ("for run E you say 'divided twice'. Then its gradients would be half as long", diagnosis(E="divided twice")),
-    ("'gathered', which is not one of none, step once", diagnosis(D="gathered")),
+    ("for D you say 'gathered', which is not one of 'none', 'step once'", diagnosis(D="gathered")),
 ])  # fmt: skip
 def test_wrong_diagnosis_gets_help(answer, because, capsys):
     assert_rejects(checks.exercise_3_4a, answer, because, capsys)

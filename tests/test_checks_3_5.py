@@ -88,7 +88,7 @@ def launched(tmp_path_factory) -> dict[str, Path]:
         found[name].mkdir()
         call = found[name] / "call.py"
         call.write_text(chapter_3.MEASURE_SHARDED_GPT)
-        command = [str(call), str(write_answer(found[name], body)), str(found[name])]
+        command = [str(call), str(found[name]), str(write_answer(found[name], body))]
         (found[name] / "command.json").write_text(json.dumps(command))
     command = [*TORCHRUN, "--nproc-per-node", "2", ROOT / "tests/many_answers.py", folder]
     subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -97,7 +97,7 @@ def launched(tmp_path_factory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("name", WRONG_3_5A)
 def test_3_5a_rejects(name, launched, tmp_path, monkeypatch):
-    def run_script(path, nproc, script, folder):
+    def run_script(path, nproc, folder, script):
         assert (Path(path).read_text(), nproc) == (chapter_3.MEASURE_SHARDED_GPT, 2)
         codes = [int((launched[name] / f"{rank}.code").read_text()) for rank in range(2)]
         errors = "".join((launched[name] / f"{rank}.err").read_text() for rank in range(2))
@@ -105,7 +105,7 @@ def test_3_5a_rejects(name, launched, tmp_path, monkeypatch):
         for rank in range(2):
             Path(folder, f"{rank}.json").write_text((launched[name] / f"{rank}.json").read_text())
 
-    monkeypatch.setattr(chapter_3, "run_script", run_script)
+    monkeypatch.setattr(machinery, "run_script", run_script)
     body, because = WRONG_3_5A[name]
     with pytest.raises(AssertionError, match=because):
         checks.exercise_3_5a(write_answer(tmp_path, body), strict=True)
@@ -147,7 +147,7 @@ def test_3_5b_accepts(capsys):
     ("job C: 'own buckets' is not what to change first. With that setting on", DECISION | {"C": "own buckets"}),
     ("job D: 'checkpoint activations' is not what to change first. Is the peak", DECISION | {"D": DECISION["E"]}),
     ("job E: 'reduce once' is not what to change first. How many micro-batches", DECISION | {"E": "reduce once"}),
-    ("'ZeRO-3' is not one of the answers 'nothing', 'use DDP', 'own buckets'", DECISION | {"E": "ZeRO-3"}),
+    ("for E you say 'ZeRO-3', which is not one of 'nothing', 'use DDP', 'own buckets'", DECISION | {"E": "ZeRO-3"}),
     ("return a dict with the keys A, B, C, D and E; yours is None", None),
 ])  # fmt: skip
 def test_3_5b_rejects(answer, because, capsys):

@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 
 from shared import models, rendezvous
-from shared.checks.machinery import Wrong, exercise, expect_close, expect_success, refuse_stub, run_command, run_script
+from shared.checks.machinery import (
+    Wrong,
+    exercise,
+    expect_answers,
+    expect_close,
+    expect_success,
+    refuse_stub,
+    reports_of_ranks,
+    run_command,
+    run_ranks,
+    run_script,
+)
 
 # --- Lesson 1.1: one process ---------------------------------------------------------------------------------------
 
@@ -135,12 +146,8 @@ RUNS_1_2A = {
 def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> {"A": cause, ...}, the cause behind the log of each of the four runs."""
     answer = diagnose()
-    if not isinstance(answer, dict) or set(answer) != set(RUNS_1_2A):
-        raise Wrong(f"return a dict with the keys A, B, C and D; yours is {answer!r}")
-    causes = ("correct", "weights", "samples", "forgotten", "summed")
+    expect_answers(answer, "ABCD", ("correct", "weights", "samples", "forgotten", "summed"))
     for run, (cause, look_here) in RUNS_1_2A.items():
-        if answer[run] not in causes:
-            raise Wrong(f"run {run}: {answer[run]!r} is not a cause; choose from {', '.join(causes)}")
         if answer[run] == "forgotten":
             look_here = (
                 f"In a forgotten run the weights would be equal before step 1 and different after it. {look_here}"
@@ -157,7 +164,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
 dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
-path, folder, chunks = sys.argv[1:]
+folder, path, chunks = sys.argv[1:]
 rank, world_size, sent = dist.get_rank(), dist.get_world_size(), []
 
 def exchange(tensor):
@@ -187,11 +194,7 @@ def exercise_1_2b(script: str | Path) -> None:
     refuse_stub(script)
     num_ranks = len(RING_FACTORS)
     chunks = [[[factor * 10**rank] * 2 for factor in RING_FACTORS] for rank in range(num_ranks)]
-    with tempfile.TemporaryDirectory() as folder:
-        caller = Path(folder) / "call.py"
-        caller.write_text(CALL_RING_ALL_REDUCE)
-        run_ranks(caller, num_ranks, str(script), folder, json.dumps(chunks))
-        reports = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    reports = reports_of_ranks(CALL_RING_ALL_REDUCE, num_ranks, str(script), json.dumps(chunks))
     steps = 2 * (num_ranks - 1)
     for rank, report in enumerate(reports):
         seen, calls = report["chunks"], len(report["sent"])
@@ -228,7 +231,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
 dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
-path, folder, cases = sys.argv[1:]
+folder, path, cases = sys.argv[1:]
 global_accuracy = runpy.run_path(path)["global_accuracy"]
 answers = [global_accuracy(*counts[dist.get_rank()]) for counts in json.loads(cases)]
 with open(f"{folder}/{dist.get_rank()}.json", "w") as file:
@@ -237,37 +240,18 @@ dist.destroy_process_group()
 """
 
 
-EVERY_COLLECTIVE = "Did every rank call every collective, as often as the others? Is there one inside an `if`?"
-
-
-def run_ranks(script: str | Path, nproc: int, *args: str, question: str = EVERY_COLLECTIVE) -> list[str]:
-    """Call run_script, and ask `question` if one rank called a collective that another never reached."""
-    try:
-        return run_script(script, nproc, *args)
-    except Wrong as error:
-        if re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe", str(error)):
-            said = str(error).partition(". ")[0]  # what follows is PyTorch's advice on crashed workers, misleading here
-            reason = "one rank called a collective that another rank never reached"
-            raise Wrong(f"{reason}. {question} (What it said: {said})") from None
-        raise
-
-
 @exercise("1.2c", "counts are added over the ranks, and divided once.")
 def exercise_1_2c(script: str | Path) -> None:
     """A file with global_accuracy(hits, samples) -> the accuracy over the samples of all ranks, on every rank."""
     refuse_stub(script)
     cases = [[[45, 50], [2, 10]], [[1, 4], [36, 36]]]
-    with tempfile.TemporaryDirectory() as folder:
-        caller = Path(folder) / "call.py"
-        caller.write_text(CALL_GLOBAL_ACCURACY)
-        try:
-            run_ranks(caller, 2, str(script), folder, json.dumps(cases))
-        except Wrong as error:
-            if "NoneType" not in str(error):
-                raise
-            returns = "`all_reduce` returns nothing: it writes the sum over the tensor that you give it"
-            raise Wrong(f"{returns}. The error was: {error}") from None
-        answers = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    try:
+        answers = reports_of_ranks(CALL_GLOBAL_ACCURACY, 2, str(script), json.dumps(cases))
+    except Wrong as error:
+        if "NoneType" not in str(error):
+            raise
+        returns = "`all_reduce` returns nothing: it writes the sum over the tensor that you give it"
+        raise Wrong(f"{returns}. The error was: {error}") from None
     for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
         counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
         mean = (hits0 / samples0 + hits1 / samples1) / 2
@@ -302,8 +286,7 @@ SYMPTOMS = {
 def exercise_1_3a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> the mistake in each of the runs A to E, one of SYMPTOMS."""
     seen = diagnose()
-    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E"]:
-        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    expect_answers(seen, "ABCDE", SYMPTOMS)
     for run, mistake in {
         "A": "own accuracy",
         "B": "none",
@@ -311,8 +294,6 @@ def exercise_1_3a(diagnose: Callable[[], dict[str, str]]) -> None:
         "D": "padding",
         "E": "no set_epoch",
     }.items():
-        if seen[run] not in SYMPTOMS:
-            raise Wrong(f"for run {run} you say {seen[run]!r}, which is not one of {', '.join(SYMPTOMS)}")
         if seen[run] != mistake:
             raise Wrong(f"for run {run} you say {seen[run]!r}. Then {SYMPTOMS[seen[run]]}. Is that so in run {run}?")
 
@@ -382,7 +363,7 @@ def watch(path):
     return steps
 
 folder, *paths = sys.argv[1:]
-with open(f"{folder}/rank-{worker.rank}.json", "w") as file:
+with open(f"{folder}/{worker.rank}.json", "w") as file:
     json.dump([watch(path) for path in paths], file)
 distributed.leave()
 """
@@ -390,11 +371,7 @@ distributed.leave()
 
 def watch_my_ddp(*scripts: str | Path) -> list[list]:
     """Let two ranks take two steps with each script. Return for each script what each rank saw."""
-    with tempfile.TemporaryDirectory() as folder:
-        watcher = Path(folder) / "watch.py"
-        watcher.write_text(WATCH_MY_DDP)
-        run_ranks(watcher, 2, folder, *map(str, scripts))
-        by_rank = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    by_rank = reports_of_ranks(WATCH_MY_DDP, 2, *map(str, scripts))
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
 
@@ -480,10 +457,7 @@ def exercise_1_4a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> for each port in three_ports.json "rounding", "before the update" or "in the update"."""
     answers = ("rounding", "before the update", "in the update")
     seen = diagnose()
-    if not isinstance(seen, dict) or set(seen) != {"A", "B", "C"}:
-        raise Wrong(f"return a dict with the keys A, B and C; yours is {seen!r}")
-    if unknown := [answer for answer in seen.values() if answer not in answers]:
-        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, answers))}")
+    expect_answers(seen, "ABC", answers)
     stays = "In float64 its gap is as large as in float32. Would rounding leave a gap of that size?"
     first_loss = "Look at step 1. Its loss is computed before any update: does it agree with the reference?"
     for port, expected, hints in (
@@ -539,10 +513,7 @@ def exercise_1_5a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> for each launch in failed_launches.txt its cause."""
     answers = ("missing agent", "wrong id", "wrong endpoint", "wrong interface", "missing package")
     seen = diagnose()
-    if not isinstance(seen, dict) or set(seen) != {"A", "B", "C", "D"}:
-        raise Wrong(f"return a dict with the keys A, B, C and D; yours is {seen!r}")
-    if unknown := [answer for answer in seen.values() if answer not in answers]:
-        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, answers))}")
+    expect_answers(seen, "ABCD", answers)
     both = "Both agents of this launch have written a log."
     ranks = "Ranks were started, so the agents had met. Which rank failed first, and in which line of the script?"
     for launch, expected, other, hints in (

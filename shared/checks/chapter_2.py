@@ -12,8 +12,17 @@ from pathlib import Path
 import torch
 
 from shared import models
-from shared.checks.chapter_1 import run_ranks
-from shared.checks.machinery import Wrong, exercise, expect_close, expect_success, refuse_stub, run_command, run_script
+from shared.checks.machinery import (
+    Wrong,
+    exercise,
+    expect_answers,
+    expect_close,
+    expect_success,
+    refuse_stub,
+    reports_of_ranks,
+    run_command,
+    run_script,
+)
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
 
@@ -131,10 +140,7 @@ def exercise_2_1b(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> for each loader in four_loaders.json what is wrong with it."""
     answers = ("nothing", "padding", "no set_epoch", "different seeds", "not split")
     seen = diagnose()
-    if not isinstance(seen, dict) or set(seen) != {"A", "B", "C", "D"}:
-        raise Wrong(f"return a dict with the keys A, B, C and D; yours is {seen!r}")
-    if unknown := [answer for answer in seen.values() if answer not in answers]:
-        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, answers))}")
+    expect_answers(seen, "ABCD", answers)
     evidence = {  # what to look at for each answer that is wrong
         "nothing": "How often is each sample drawn in an epoch, over both ranks? And does the order change?",
         "padding": "Padding repeats a sample, so that all ranks have equally many. How many does each rank draw?",
@@ -195,7 +201,7 @@ import torch.distributed as dist
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
 dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
-path, folder, cases = sys.argv[1:]
+folder, path, cases = sys.argv[1:]
 rank, function, reports = dist.get_rank(), runpy.run_path(path)["differing_parameters"], []
 for changes in json.loads(cases):
     torch.manual_seed(0)
@@ -265,11 +271,8 @@ def describe_drift(changes: list[tuple]) -> str:
 def compare_models(script: str | Path) -> list[list[dict]]:
     """Run the learner's function on three ranks, and return each rank's report for each case."""
     num_ranks = 3
-    with tempfile.TemporaryDirectory() as folder:
-        caller = Path(folder, "call.py")
-        caller.write_text(CALL_DIFFERING_PARAMETERS)
-        run_ranks(caller, num_ranks, str(script), folder, json.dumps([changes for changes, _ in DRIFTED]))
-        reports = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(num_ranks)]
+    cases = json.dumps([changes for changes, _ in DRIFTED])
+    reports = reports_of_ranks(CALL_DIFFERING_PARAMETERS, num_ranks, str(script), cases)
     return [list(case) for case in zip(*reports, strict=True)]
 
 
@@ -291,10 +294,7 @@ def exercise_2_3a(diagnose: Callable[[], dict[str, str]]) -> None:
         "same order": "Compare the two epochs on one rank.",
     }
     seen = diagnose()
-    if not isinstance(seen, dict) or set(seen) != set(STREAMS_2_3A):
-        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
-    if unknown := [answer for answer in seen.values() if answer not in evidence]:
-        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, evidence))}")
+    expect_answers(seen, "ABCDE", evidence)
     for stream, answer in STREAMS_2_3A.items():
         if seen[stream] != answer:
             raise Wrong(f"stream {stream}: it is not {seen[stream]!r}. {evidence[seen[stream]]}")
@@ -310,7 +310,7 @@ from shared.checks import chapter_2
 
 dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
 dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
-path, folder, sizes, broken_rank = sys.argv[1:]
+folder, path, sizes, broken_rank = sys.argv[1:]
 rank, steps = dist.get_rank(), []
 
 def stream():
@@ -368,11 +368,7 @@ def run_train_epoch(script: str | Path, sizes: list[list[int]], broken_rank: int
 
     broken_rank: the rank whose stream raises ValueError after its last batch; -1 for none.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        caller = Path(folder) / "call.py"
-        caller.write_text(CALL_TRAIN_EPOCH)
-        run_script(caller, 2, str(script), folder, json.dumps(sizes), str(broken_rank))
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    return reports_of_ranks(CALL_TRAIN_EPOCH, 2, str(script), json.dumps(sizes), str(broken_rank))
 
 
 @exercise("2.3b", "every rank learns of the error before any rank leaves.")
@@ -424,8 +420,7 @@ LEFT_OUT = {
 def exercise_2_4a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> what each run in five_resumes.json did not restore, one of LEFT_OUT."""
     seen = diagnose()
-    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E"]:
-        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    expect_answers(seen, "ABCDE", LEFT_OUT)
     expected = {
         "A": "scheduler",
         "B": "random on rank 1",
@@ -434,8 +429,6 @@ def exercise_2_4a(diagnose: Callable[[], dict[str, str]]) -> None:
         "E": "progress",
     }
     for run, left_out in expected.items():
-        if seen[run] not in LEFT_OUT:
-            raise Wrong(f"run {run}: {seen[run]!r} is not one of the answers {', '.join(map(repr, LEFT_OUT))}")
         if seen[run] != left_out:
             raise Wrong(
                 f"run {run}: you say {seen[run]!r}. Then {LEFT_OUT[seen[run]]}. Is that what you see in run {run}?"

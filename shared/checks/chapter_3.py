@@ -2,14 +2,21 @@
 
 import json
 import math
-import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from shared.checks.machinery import Wrong, exercise, expect_close, refuse_stub, run_script
+from shared.checks.machinery import (
+    Wrong,
+    exercise,
+    expect_answers,
+    expect_close,
+    refuse_stub,
+    reports_of_ranks,
+    run_script,
+)
 
 # --- Lesson 3.1: where memory goes -----------------------------------------------------------------------------------
 
@@ -69,8 +76,7 @@ SYMPTOMS_3_1B = {
 def exercise_3_1b(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> the mistake in each of the runs A to F of six_shardings.py, one of SYMPTOMS_3_1B."""
     seen = diagnose()
-    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E", "F"]:
-        raise Wrong(f"return a dict with the keys A, B, C, D, E and F; yours is {seen!r}")
+    expect_answers(seen, "ABCDEF", SYMPTOMS_3_1B)
     for run, mistake in {
         "A": "gradients",
         "B": "graph",
@@ -79,8 +85,6 @@ def exercise_3_1b(diagnose: Callable[[], dict[str, str]]) -> None:
         "E": "copy",
         "F": "weights",
     }.items():
-        if seen[run] not in SYMPTOMS_3_1B:
-            raise Wrong(f"for run {run} you say {seen[run]!r}, which is not one of {', '.join(SYMPTOMS_3_1B)}")
         if seen[run] != mistake:
             raise Wrong(
                 f"for run {run} you say {seen[run]!r}. Then {SYMPTOMS_3_1B[seen[run]]}. Is that the case in run {run}?"
@@ -95,7 +99,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from shared import datasets, distributed, measure, models
 
-script, folder = sys.argv[1:]
+folder, script = sys.argv[1:]
 worker = distributed.join(timeout_s=20)
 rank, world_size = worker.rank, worker.world_size
 functions = runpy.run_path(script)
@@ -144,18 +148,8 @@ distributed.leave()
 
 def watch_zero_1(script: str | Path) -> list[dict]:
     """Let three ranks take three steps with the learner's functions. Return what each rank saw."""
-    with tempfile.TemporaryDirectory() as folder:
-        watcher = Path(folder) / "watch.py"
-        watcher.write_text(WATCH_ZERO_1)
-        try:
-            run_script(watcher, 3, str(script), folder)
-        except Wrong as error:
-            if not re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe|it hangs", str(error)):
-                raise
-            said = str(error).partition(". ")[0]  # what follows is advice on crashed workers, misleading here
-            question = "Do all ranks call the same collectives in the same order, and do they agree on each source?"
-            raise Wrong(f"one rank waited for another in vain. {question} (What it said: {said})") from None
-        return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(3)]
+    question = "Do all ranks call the same collectives in the same order, and do they agree on each source?"
+    return reports_of_ranks(WATCH_ZERO_1, 3, str(script), question=question)
 
 
 @exercise("3.1c", "a third of the moments on each rank, and the weights of one AdamW on all of them.")
@@ -219,8 +213,7 @@ SHARDING_SYMPTOMS = {
 def exercise_3_2a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> the mistake in each of the runs A to E, one of SHARDING_SYMPTOMS."""
     seen = diagnose()
-    if not isinstance(seen, dict) or sorted(seen) != ["A", "B", "C", "D", "E"]:
-        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    expect_answers(seen, "ABCDE", SHARDING_SYMPTOMS)
     for run, mistake in {
         "A": "no root",
         "B": "own norm",
@@ -228,8 +221,6 @@ def exercise_3_2a(diagnose: Callable[[], dict[str, str]]) -> None:
         "D": "root only",
         "E": "optimizer first",
     }.items():
-        if seen[run] not in SHARDING_SYMPTOMS:
-            raise Wrong(f"for run {run} you say {seen[run]!r}, which is not one of {', '.join(SHARDING_SYMPTOMS)}")
         if seen[run] != mistake:
             symptom = SHARDING_SYMPTOMS[seen[run]]
             raise Wrong(
@@ -244,17 +235,9 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from shared import datasets, distributed, measure, models
 
-class Gathers(TorchDispatchMode):
-    number = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.number += "allgather" in str(function)
-        return function(*args, **(kwargs or {}))
-
-script, folder = sys.argv[1:]
+folder, script = sys.argv[1:]
 spec = importlib.util.spec_from_file_location("exercise", script)
 exercise = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(exercise)
@@ -276,9 +259,9 @@ if not report["unsharded"]:
     report["root"] = shares.pop(id(units.get("")), 0.0)
     report["groups"], report["largest"] = len(shares), max(shares.values(), default=0.0)
     optimizer = torch.optim.AdamW(model.parameters())
-    with Gathers() as gathers:
+    with measure.Traffic() as traffic:
         F.cross_entropy(model(images[mine].double()), labels[mine]).backward()
-    report["gathers"] = gathers.number
+    report["gathers"] = traffic.calls["allgather"]
     F.cross_entropy(plain(images.double()), labels).backward()
     pairs = zip(model.parameters(), plain.parameters())
     report["apart"] = max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
@@ -290,19 +273,20 @@ distributed.leave()
 """
 
 
+def reports_of_sharding(program: str, script: str | Path) -> list[dict]:
+    """Run a program that calls the learner's shard(model) on two ranks. Return each rank's report."""
+    try:
+        return reports_of_ranks(program, 2, str(script))
+    except Wrong as error:
+        hint = ". Did you shard the model before its blocks?" if "Invariant" in str(error) else ""
+        raise Wrong(f"{error}{hint}") from None
+
+
 @exercise("3.2b", "half of the state on each rank, no group above the largest block, and few all-gathers.")
 def exercise_3_2b(script: str | Path) -> None:
     """A file with shard(model), which shards a ResNet-18 in place, in few groups of limited size."""
     refuse_stub(script)
-    with tempfile.TemporaryDirectory() as folder:
-        caller = Path(folder) / "call.py"
-        caller.write_text(SHARD_RESNET)
-        try:
-            run_script(caller, 2, str(script), folder)
-        except Wrong as error:
-            hint = " Did you shard the model before its blocks?" if "Invariant" in str(error) else ""
-            raise Wrong(f"{error}.{hint}") from None
-        reports = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)]
+    reports = reports_of_sharding(SHARD_RESNET, script)
     for rank, report in enumerate(reports):
         unsharded = report["unsharded"]
         if unsharded:
@@ -603,11 +587,8 @@ def exercise_3_4a(diagnose: Callable[[], dict[str, str]]) -> None:
         "not split": "Then both ranks would train on the same windows, with the same losses. Do they?",
     }
     seen = diagnose()
-    if not isinstance(seen, dict) or set(seen) != set(expected):
-        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
+    expect_answers(seen, "ABCDE", signs)
     for run, mistake in seen.items():
-        if mistake not in signs:
-            raise Wrong(f"for run {run} you say {mistake!r}, which is not one of {', '.join(signs)}")
         if mistake != expected[run]:
             raise Wrong(f"for run {run} you say {mistake!r}. {signs[mistake]}")
 
@@ -676,7 +657,7 @@ def watch(path):
 
 folder, *paths = sys.argv[1:]
 report = {"clipped": train_plainly(0.5), "unclipped": train_plainly(float("inf"))}
-with open(f"{folder}/rank-{worker.rank}.json", "w") as file:
+with open(f"{folder}/{worker.rank}.json", "w") as file:
     json.dump([{**report, **watch(path)} for path in paths], file)
 distributed.leave()
 """
@@ -684,11 +665,7 @@ distributed.leave()
 
 def watch_ports(*scripts: str | Path) -> list[list[dict]]:
     """Let two ranks train with each port. Return for each port what each rank saw."""
-    with tempfile.TemporaryDirectory() as folder:
-        watcher = Path(folder) / "watch.py"
-        watcher.write_text(WATCH_PORT)
-        run_script(watcher, 2, folder, *map(str, scripts))
-        by_rank = [json.loads((Path(folder) / f"rank-{rank}.json").read_text()) for rank in range(2)]
+    by_rank = reports_of_ranks(WATCH_PORT, 2, *map(str, scripts))
     return [list(seen) for seen in zip(*by_rank, strict=True)]
 
 
@@ -751,7 +728,7 @@ import torch
 import torch.nn.functional as F
 from shared import datasets, distributed, measure, models
 
-script, folder = sys.argv[1:]
+folder, script = sys.argv[1:]
 worker = distributed.join()
 config = models.GPTConfig(num_layers=8, num_heads=4, dim=64, context=32)
 inputs, targets = (tensor[:4] for tensor in datasets.text(config.context).train.tensors)
@@ -820,15 +797,7 @@ def judge_sharded_gpt(reports: list[dict]) -> None:
 def exercise_3_5a(script: str | Path) -> None:
     """A file with shard(model), which shards a GPT of eight blocks so that it fits and sends little."""
     refuse_stub(script)
-    with tempfile.TemporaryDirectory() as folder:
-        caller = Path(folder) / "call.py"
-        caller.write_text(MEASURE_SHARDED_GPT)
-        try:
-            run_script(caller, 2, str(script), folder)
-        except Wrong as error:
-            hint = ". Did you shard the model before its blocks?" if "Invariant" in str(error) else ""
-            raise Wrong(f"{error}{hint}") from None
-        judge_sharded_gpt([json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(2)])
+    judge_sharded_gpt(reports_of_sharding(MEASURE_SHARDED_GPT, script))
 
 
 @exercise("3.5b", "you read a strategy off its traffic, and you know what to change first.")
@@ -846,10 +815,7 @@ def exercise_3_5b(decide: Callable[[], dict[str, str]]) -> None:
         "checkpoint activations": "Is the peak above the limit?",
     }
     seen = decide()
-    if not isinstance(seen, dict) or set(seen) != set(expected):
-        raise Wrong(f"return a dict with the keys A, B, C, D and E; yours is {seen!r}")
-    if unknown := [answer for answer in seen.values() if answer not in evidence]:
-        raise Wrong(f"{unknown[0]!r} is not one of the answers {', '.join(map(repr, evidence))}")
+    expect_answers(seen, "ABCDE", evidence)
     for job, answer in expected.items():
         if seen[job] != answer:
             raise Wrong(f"job {job}: {seen[job]!r} is not what to change first. {evidence[seen[job]]}")

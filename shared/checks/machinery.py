@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import json
 import math
 import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -76,6 +77,44 @@ def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 240) -
         options = ["--standalone", "--nproc-per-node", str(nproc), "--redirects", "1", "--log-dir", logs]
         expect_success(*run_command(["-m", "torch.distributed.run", *options, str(path), *args], timeout))
         return [log.read_text() for log in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
+
+
+EVERY_COLLECTIVE = "Did every rank call every collective, as often as the others? Is there one inside an `if`?"
+
+
+def run_ranks(script: str | Path, nproc: int, *args: str, question: str = EVERY_COLLECTIVE) -> list[str]:
+    """Call run_script, and ask `question` if one rank called a collective that another never reached."""
+    try:
+        return run_script(script, nproc, *args)
+    except Wrong as error:
+        if re.search("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe|it hangs", str(error)):
+            said = str(error).partition(". ")[0]  # what follows is PyTorch's advice on crashed workers, misleading here
+            reason = "one rank called a collective that another rank never reached"
+            raise Wrong(f"{reason}. {question} (What it said: {said})") from None
+        raise
+
+
+def reports_of_ranks(program: str, nproc: int, *args: str, question: str = EVERY_COLLECTIVE) -> list:
+    """Run a program under torchrun as FOLDER ARGS..., and return what each rank wrote to FOLDER/RANK.json.
+
+    Raises NotImplementedError and Wrong as run_ranks does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "program.py")
+        path.write_text(program)
+        run_ranks(path, nproc, folder, *args, question=question)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(nproc)]
+
+
+def expect_answers(seen: object, names: str, answers: Iterable[str]) -> None:
+    """Raise Wrong unless `seen` is a dict that has one of `answers` for each of the one-letter `names`."""
+    if not isinstance(seen, dict) or set(seen) != set(names):
+        raise Wrong(f"return a dict with the keys {', '.join(names[:-1])} and {names[-1]}; yours is {seen!r}")
+    answers = list(answers)
+    for name in names:
+        if seen[name] not in answers:
+            choices = ", ".join(map(repr, answers))
+            raise Wrong(f"for {name} you say {seen[name]!r}, which is not one of {choices}")
 
 
 def run_command(words: list[str], timeout: float = 240, **variables: str) -> tuple[int, str]:
