@@ -105,8 +105,9 @@ class Progress:
         counts = global_batch_counts(self.num_samples - self.position, self.args.batch_size)
         if self.args.max_steps is not None:
             counts = counts[: self.args.max_steps - self.step]
-        if self.args.save_every_steps is not None:
-            counts = counts[: self.args.save_every_steps - self.step % self.args.save_every_steps]
+        for every in (self.args.save_every_steps, getattr(self.args, "eval_every_steps", None)):
+            if every is not None:
+                counts = counts[: every - self.step % every]
         self.start_steps()
         batches = islice(even_batches(loader, len(counts)), len(counts))
         for number, (count, batch) in enumerate(zip(counts, batches, strict=True), start=1):

@@ -1,0 +1,414 @@
+"""Fine-tune on pairs of a prompt and its answer: read the rows, tokenize them, and count loss and accuracy on answers.
+
+A row is a line of JSON: {"prompt": TEXT, "completion": TEXT}, or {"messages": [{"role": ..., "content": ...}, ...]}.
+"""
+
+import argparse
+import json
+import random
+import zlib
+from argparse import Namespace
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import jinja2
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import Dataset
+
+import pretrained
+import tiny_base
+from shared.datasets import SPLIT_SEED, Splits
+from shared.distributed import Worker
+from shared.errors import UsageError
+from shared.options import checked, positive_float
+from shared.paths import local_path
+from shared.progress import Progress
+from shared.tasks import Task
+
+NO_TARGET = -100  # cross_entropy's ignore_index: a position whose next token is not part of an answer
+Turns = list[dict[str, str]]
+
+
+class Pairs(Dataset):
+    """Tokenized rows: (int64 tokens (T,), int64 targets (T,)), where a target is the next token, or NO_TARGET.
+
+    The rows of a batch are padded on the right to the longest of them. In a decoder no token sees what comes after it,
+    so padding needs no attention mask.
+    """
+
+    def __init__(self, rows: Sequence[tuple[list[int], list[bool]]]) -> None:
+        """rows: for each row its tokens, and which of them belong to an answer."""
+        self.rows = [(torch.tensor(tokens, dtype=torch.int32), torch.tensor(answer)) for tokens, answer in rows]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        longest = max(len(self.rows[index][0]) for index in indices) - 1
+        batch = []
+        for index in indices:
+            row, is_answer = self.rows[index]
+            tokens, targets = torch.zeros(longest, dtype=torch.int64), torch.full((longest,), NO_TARGET)
+            tokens[: len(row) - 1] = row[:-1]
+            targets[: len(row) - 1] = torch.where(is_answer[1:], row[1:].long(), NO_TARGET)
+            batch.append((tokens, targets))
+        return batch
+
+    def checksum(self) -> int:
+        """Return a number that other rows would change."""
+        value = 0
+        for tokens, is_answer in self.rows:
+            value = zlib.crc32(is_answer.numpy(), zlib.crc32(tokens.numpy(), value))
+        return value
+
+
+class PairTask(Task):
+    """Fine-tune a pretrained decoder on pairs."""
+
+    name = "pairs"
+    dataset_names = ("pairs",)
+    model_names = ("pretrained",)
+
+    @classmethod
+    def add_options(cls, parser: argparse.ArgumentParser) -> None:
+        add = parser.add_argument
+        add("--base", metavar="FOLDER", type=local_path,
+            help="a Hugging Face folder; every node needs it at this path (default: a tiny Llama, made in "
+            "--data-dir)")  # fmt: skip
+        add("--data-file", metavar="FILE", type=local_path,
+            help='JSON lines, {"prompt": ..., "completion": ...} or {"messages": [...]}; every node needs it '
+            "(default: lines of Python and what they are, made in --data-dir)")  # fmt: skip
+        add("--val-file", metavar="FILE", type=local_path,
+            help="validation rows (default: a tenth of --data-file; equal prompts stay together)")  # fmt: skip
+        rank = checked(int, lambda value: value >= 0, "a whole number, 0 or more")
+        add("--lora-rank", type=rank, default=0, metavar="R",
+            help="train adapters of this rank, and freeze the base (default: 0, train all weights)")  # fmt: skip
+        add("--lora-alpha", type=positive_float, help="adapters are scaled by ALPHA / R (default: 2 R)")
+        add("--lora-targets", type=lambda text: text.split(","), metavar="NAME,NAME",
+            help="the linear layers that get adapters (default: all-linear)")  # fmt: skip
+        add("--lora-dropout", type=checked(float, lambda share: 0 <= share < 1, "a number from 0 to below 1"),
+            help="dropout in front of the adapters (default: 0)")  # fmt: skip
+        add("--lr", type=positive_float,
+            help="AdamW's learning rate (default: 2e-5, with LoRA 2e-4; for the tiny Llama 1e-3 and 1e-2, because a "
+            "small model needs more)")  # fmt: skip
+        add("--activation-checkpointing", action="store_true",
+            help="keep only the blocks' inputs, and recompute the rest in the backward pass")  # fmt: skip
+
+    @classmethod
+    def complete_options(cls, options: argparse.Namespace) -> None:
+        super().complete_options(options)
+        given = [name for name in ("lora_alpha", "lora_targets", "lora_dropout") if getattr(options, name) is not None]
+        if options.lora_rank == 0 and given:
+            raise UsageError(f"--{given[0].replace('_', '-')} goes with --lora-rank")
+        if options.val_file and not options.data_file:
+            raise UsageError("--val-file goes with --data-file")
+        is_tiny = options.base is None
+        options.lora_alpha = options.lora_alpha or 2.0 * options.lora_rank
+        options.lora_targets = options.lora_targets or [pretrained.ALL_LINEAR]
+        options.lora_dropout = options.lora_dropout or 0.0
+        options.lr = options.lr or (2e-4 if options.lora_rank else 2e-5) * (50 if is_tiny else 1)
+        options.base = options.base or str(Path(options.data_dir, tiny_base.BASE))
+        if options.data_file is None:
+            options.data_file, options.val_file = (str(Path(options.data_dir, file)) for file in tiny_base.PAIRS)
+
+    @staticmethod
+    def load(args: Namespace) -> Splits:
+        tokenizer = pretrained.read_tokenizer(args.base)
+        config = pretrained.read_config(args.base)
+        rows = read_rows(args.data_file)
+        parts = (rows, read_rows(args.val_file)) if args.val_file else split(rows)
+        train, val = (Pairs(tokenize(part, tokenizer, config)) for part in parts)
+        return Splits(train, val, Pairs([]), ())
+
+    def __init__(self, args: Namespace, splits: Splits, device: torch.device) -> None:
+        super().__init__(args, splits, device)
+        self.tokenizer = pretrained.read_tokenizer(args.base)
+        # The tokens that end an answer: the last one of each.
+        self.ends = sorted({int(tokens[is_answer][-1]) for tokens, is_answer in splits.train.rows})
+
+    def checksum(self) -> int:
+        """Return a number that differs between nodes with different rows or a different base."""
+        return zlib.crc32(repr((self.splits.train.checksum(), self.splits.val.checksum())).encode())
+
+    def build_model(self) -> nn.Module:
+        return pretrained.build(self.args, self.dtype)
+
+    def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trainable, lr=self.args.lr)
+
+    def to_device(self, batch: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (tokens, targets) on the device. A batch of no rows becomes one row without a target.
+
+        Its loss and its gradients are 0, and so a rank that has no row left still takes part in the pass.
+        """
+        tokens, targets = super().to_device(batch)
+        if len(tokens) == 0:
+            tokens = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+            targets = torch.full_like(tokens, NO_TARGET)
+        return tokens, targets
+
+    def count_answer_tokens(self, batch: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return how many tokens of a batch belong to answers, on the device."""
+        return (batch[1] != NO_TARGET).sum().to(self.device)
+
+    def split(self, batch: Sequence[torch.Tensor], num_passes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield (tokens, targets) for each of `num_passes` passes, equally many on every rank, with equally many rows.
+
+        In an epoch's last batch there may be too few rows, and some passes get none.
+        """
+        for part in zip(*(tensor.tensor_split(num_passes) for tensor in batch), strict=True):
+            yield self.to_device(part)
+
+    def loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the cross-entropy of each answer token, summed over the batch."""
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=NO_TARGET, reduction="sum")
+
+    def metric_sums(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return (loss, correct answer tokens, answer tokens, rows whose whole answer is correct, rows), as float64.
+
+        An answer token is correct if it gets the highest logit after the true tokens before it.
+        """
+        is_answer = targets != NO_TARGET
+        correct = (logits.argmax(dim=-1) == targets) & is_answer
+        has_answer = is_answer.any(dim=1)
+        exact = (correct == is_answer).all(dim=1) & has_answer
+        counts = torch.stack([correct.sum(), is_answer.sum(), exact.sum(), has_answer.sum()])
+        return torch.cat([self.loss(logits, targets).double()[None], counts.double()])
+
+
+class FinetuneProgress(Progress):
+    """Progress that also keeps, for each step of the epoch, the gradient's norm and the number of answer tokens.
+
+    evaluations: the epoch's evaluations inside it, by --eval-every-steps.
+    """
+
+    saved = (*Progress.saved, "step_grad_norms", "step_answer_tokens", "evaluations")
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self.step_grad_norms, self.step_answer_tokens, self.evaluations = [], [], []
+
+    def start_steps(self) -> None:
+        super().start_steps()
+        self.numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def finish_steps(self) -> None:
+        super().finish_steps()
+        for norm, tokens in self.numbers:
+            self.step_grad_norms = [*self.step_grad_norms, norm.item()]
+            self.step_answer_tokens = [*self.step_answer_tokens, int(tokens)]
+
+    def due(self, every: int | None) -> bool:
+        """Whether the steps so far are a multiple of `every`, which None never is."""
+        return every is not None and self.step % every == 0
+
+    def add_numbers(self, grad_norm: torch.Tensor, answer_tokens: torch.Tensor) -> None:
+        """Record a step's numbers, which are the same on all ranks. No rank waits here."""
+        self.numbers.append((grad_norm.detach(), answer_tokens))
+
+    def add_evaluation(self, measured: dict) -> None:
+        """Keep what was measured inside the epoch, and let rank 0 print it."""
+        self.evaluations = [*self.evaluations, {"step": self.step, **measured}]
+        if self.worker.rank == 0:
+            self.worker.log(f"step {self.step}  {in_words(measured)}")
+
+    def describe(self, line: dict) -> str:
+        return (
+            f"epoch {line['epoch']}/{self.args.epochs}  train_loss {line['train_loss']:.4f}  {in_words(line)}  "
+            f"{line['samples_per_second']:.0f} samples/s"
+        )
+
+    def epoch_metrics(self) -> dict:
+        """Return the metrics that fine-tuning adds, all global. train_loss is the mean over the answer tokens."""
+        tokens = self.step_answer_tokens
+        total = sum(loss * count for loss, count in zip(self.step_losses, tokens, strict=True))
+        more = {"evaluations": self.evaluations} if self.evaluations else {}
+        return {
+            "train_loss": total / max(1, sum(tokens)), "answer_tokens": sum(tokens),
+            "step_grad_norms": self.step_grad_norms, **more,
+        }  # fmt: skip
+
+
+def in_words(measured: dict) -> str:
+    """Return an evaluation's numbers as a line of text."""
+    return f"val_loss {measured['val_loss']:.4f}  answers exactly right {measured['val_exact_match']:.1%}"
+
+
+def check(args: Namespace, driver: Worker) -> dict:
+    """Check base, rows and adapters on the driver, and return the values that decide what a run computes.
+
+    Makes the workshop's own base and rows first, if they are asked for and missing. Raises ValueError and OSError.
+    """
+    own = {Path(args.data_dir, name) for name in (tiny_base.BASE, *tiny_base.PAIRS)}
+    if own & {Path(args.base), Path(args.data_file)}:
+        tiny_base.make(args.data_dir, driver.log)
+    splits = PairTask.load(args)
+    pretrained.build(args, torch.float32)
+    return {
+        "base": f"with weights {pretrained.checksum(args.base)}",
+        "rows": f"{splits.train.checksum():08x}",
+        "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
+        "lora_dropout": args.lora_dropout, "accumulate": args.accumulate, "max_grad_norm": args.max_grad_norm,
+        "warmup_steps": args.warmup_steps,
+    }  # fmt: skip
+
+
+def sample_answers(model: nn.Module, task: PairTask, count: int = 3) -> str:
+    """Return what the model now answers to some validation prompts. Every rank writes the same answers. Collective.
+
+    Nothing is drawn: each token is the most probable one.
+    """
+    rows = task.splits.val.rows
+    lines = []
+    for tokens, is_answer in rows[:: max(1, len(rows) // count)][:count]:
+        prompt = tokens[: int(is_answer.nonzero()[0])].long()
+        longest = 2 * int(is_answer.sum())
+        answer = pretrained.generate(model, prompt.to(task.device), longest, task.ends)
+        asked, answered = (task.tokenizer.decode(each, skip_special_tokens=True) for each in (prompt, answer))
+        lines.append(f"{asked.strip()!r} -> {answered.strip()!r}")
+    return "; ".join(lines)
+
+
+# --- Rows ----------------------------------------------------------------------------------------------------------
+
+
+def read_rows(file: str | Path) -> list[tuple[str, Turns | tuple[str, str]]]:
+    """Return (place, row) for each line of `file`: a pair (prompt, completion), or turns of a chat.
+
+    place names file and line, for messages. Raises ValueError for a row that is neither, and OSError.
+    """
+    rows = []
+    try:
+        with open(file, encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    place = f"{Path(file).name}, line {number}"
+                    rows.append((place, parse_row(line, place)))
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
+    if not rows:
+        raise ValueError(f"{file} holds no rows")
+    return rows
+
+
+def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
+    """Return the row in a line of JSON. Raises ValueError with its place."""
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{place}: no JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f'{place}: a row is {{"prompt": ..., "completion": ...}} or {{"messages": [...]}}')
+    if "messages" in row:
+        turns = row["messages"]
+        fits = isinstance(turns, list) and all(
+            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+            for turn in turns
+        )
+        if not fits:
+            raise ValueError(f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}')
+        if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+            raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
+        return turns
+    for name in ("prompt", "completion"):
+        if not isinstance(row.get(name), str):
+            raise ValueError(f'{place}: "{name}" is missing, or is no text')
+    if not row["completion"].strip():
+        raise ValueError(f"{place}: the completion is empty")
+    return row["prompt"], row["completion"]
+
+
+def split(rows: list) -> tuple[list, list]:
+    """Return training and validation rows: about a tenth, by a fixed seed, in the file's order.
+
+    Rows with equal prompts stay together. Otherwise the model would be asked what it was told.
+    """
+
+    def prompt(row: Turns | tuple[str, str]) -> str:
+        return json.dumps(row[0] if isinstance(row, tuple) else [turn for turn in row if turn["role"] != "assistant"])
+
+    groups: dict[str, list[int]] = {}
+    for index, (_, row) in enumerate(rows):
+        groups.setdefault(prompt(row), []).append(index)
+    order, chosen = sorted(groups), set()
+    random.Random(SPLIT_SEED).shuffle(order)
+    if len(order) < 2:
+        raise ValueError("--data-file needs at least two different prompts, or give --val-file")
+    for key in order[:-1]:
+        if len(chosen) >= max(1, len(rows) // 10):
+            break
+        chosen.update(groups[key])
+    return [row for n, row in enumerate(rows) if n not in chosen], [row for n, row in enumerate(rows) if n in chosen]
+
+
+def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[list[int], list[bool]]]:
+    """Return, for each row of `read_rows`, its tokens, and which of them belong to an answer and so to the loss.
+
+    These are the tokens of each assistant turn and its end token. Raises ValueError with the row's place if it is
+    longer than the model's context, or holds a token that the model's embedding does not have.
+    """
+    longest, num_embeddings = getattr(config, "max_position_embeddings", None), config.get_text_config().vocab_size
+    result = []
+    for place, row in rows:
+        try:
+            tokens, answer = (
+                tokenize_turns(row, tokenizer) if tokenizer.chat_template else tokenize_pair(row, tokenizer)
+            )
+        except (ValueError, jinja2.TemplateError) as error:
+            raise ValueError(f"{place}: {error}") from error
+        if longest and len(tokens) > longest:
+            raise ValueError(f"{place}: {len(tokens)} tokens, but the model takes {longest}")
+        if tokens and max(tokens) >= num_embeddings:
+            raise ValueError(f"{place}: token {max(tokens)} is beyond the model's {num_embeddings} embeddings")
+        if not any(answer[1:]):
+            raise ValueError(f"{place}: there is no answer token")
+        result.append((tokens, answer))
+    return result
+
+
+def tokenize_pair(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list[int], list[bool]]:
+    """Return tokens and answer mask of prompt, completion and end token.
+
+    Prompt and completion are tokenized apart, since `generate` sees the prompt alone.
+    """
+    if not isinstance(row, tuple):
+        raise ValueError('"messages" need a chat template, and this tokenizer has none')
+    if tokenizer.eos_token_id is None:
+        raise ValueError("this tokenizer has no end token (eos_token) that could end an answer")
+    prompt = tokenizer(row[0])["input_ids"]
+    completion = [*tokenizer(row[1], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+
+
+def tokenize_turns(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list[int], list[bool]]:
+    """Return tokens and answer mask of a chat, as the tokenizer's template writes it.
+
+    A pair is a chat of two turns. An answer's tokens are those that its turn adds to the prompt for it, up to its last
+    special token: some templates write a newline after that.
+    """
+    if isinstance(row, tuple):
+        row = [{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}]
+
+    def render(turns: Turns, **more: bool) -> list[int]:
+        return tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **more)
+
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    tokens, answer = render(row), []
+    for count, turn in enumerate(row):
+        if turn["role"] == "assistant":
+            start, end = len(render(row[:count], add_generation_prompt=True)), len(render(row[: count + 1]))
+            before, after = render(row[:count], add_generation_prompt=True), render(row[: count + 1])
+            if after[: len(before)] != before or tokens[: len(after)] != after:
+                raise ValueError("the chat template writes a turn differently once others follow it")
+            ends = [place for place in range(start, end) if tokens[place] in special]
+            stop = ends[-1] + 1 if ends else end
+            answer += [False] * (start - len(answer)) + [True] * (stop - start)
+    return tokens, answer + [False] * (len(tokens) - len(answer))

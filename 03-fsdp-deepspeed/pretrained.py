@@ -1,0 +1,355 @@
+"""Read and write Hugging Face folders in shards. Of the script's modules only this one talks to transformers and peft.
+
+A base is a folder as `save_pretrained` and `hf download` leave it: config.json, a tokenizer and *.safetensors.
+"""
+
+import json
+import os
+import shutil
+import zlib
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import distribute_tensor
+
+from shared.distributed import Worker, fail_together, from_rank_zero, global_sum
+from shared.errors import UsageError
+from shared.sharded import file_checksums
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # a base is a folder: nothing is asked of the hub
+
+import peft
+from peft.tuners.lora import LoraLayer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    logging,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+logging.set_verbosity_error()
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+ALL_LINEAR = "all-linear"
+
+
+# --- Reading -------------------------------------------------------------------------------------------------------
+
+
+def read_config(folder: str | Path) -> PretrainedConfig:
+    """Return the base's configuration.
+
+    Raises ValueError if `folder` holds no decoder that is read here, and says what to do.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise ValueError(
+            f"--base {folder} is no folder. A model of the hub is downloaded first: hf download NAME --local-dir FOLDER"
+        )
+    if not (folder / "config.json").is_file():
+        adapter = " It holds an adapter: merge it into its base first." * (folder / "adapter_config.json").is_file()
+        raise ValueError(f"--base {folder} has no config.json, so it is no Hugging Face model.{adapter}")
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        own_code = "auto_map" in raw
+        config = None if own_code else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from error
+    if own_code:
+        raise ValueError(
+            f"--base {folder} brings its own Python code (auto_map in config.json), which is never run here"
+        )
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"--base {folder} is quantized; give its float32 or bfloat16 version")
+    decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
+    architectures = config.architectures or [decoder]
+    if decoder not in architectures or config.is_encoder_decoder:
+        raise ValueError(f"--base {folder} holds {architectures[0]}, which is no decoder that writes text (CausalLM)")
+    return config
+
+
+def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """Return the base's tokenizer. Raises ValueError if there is none."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ValueError(f"--base {folder} has no tokenizer (tokenizer.json)")
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # the tokenizers package raises plain Exceptions
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
+
+
+def weight_files(folder: Path) -> dict[str, list[int]]:
+    """Return the tensors in the base's weight files: name -> shape.
+
+    Raises ValueError if a file is missing or damaged, or if the weights are pickles, which can run code.
+    """
+    found = {path.name for path in folder.glob("*.safetensors")}
+    if not found:
+        pickles = [path.name for path in sorted(folder.iterdir()) if path.suffix in PICKLES]
+        what = (
+            f"only {pickles[0]}, a pickle, which can run code: convert it to safetensors" if pickles else "no weights"
+        )
+        raise ValueError(f"--base {folder} holds {what}")
+    listed = {WEIGHTS}
+    if WEIGHTS not in found:
+        if not (folder / INDEX).is_file():
+            raise ValueError(f"--base {folder} has neither {WEIGHTS} nor {INDEX}")
+        try:
+            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+            listed = set(weight_map.values())
+        except (ValueError, KeyError, AttributeError) as error:
+            raise ValueError(f"{folder / INDEX} is damaged: {error}") from error
+    if missing := sorted(listed - found):
+        raise ValueError(f"--base {folder} lacks {', '.join(missing)}, which {INDEX} names")
+    if surplus := sorted(found - listed):
+        raise ValueError(f"--base {folder} also holds {surplus[0]}, which is no part of the model: move it away")
+    shapes = {}
+    for name in sorted(listed):
+        try:
+            with safe_open(folder / name, "pt") as file:
+                shapes |= {key: list(file.get_slice(key).get_shape()) for key in list(file.keys())}
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{folder / name} is damaged or cut off: {error}") from error
+    return shapes
+
+
+def check_tensors(model: PreTrainedModel, folder: Path) -> None:
+    """Raise ValueError unless the folder's tensors are the model's, by name and shape.
+
+    transformers renames or merges the tensors of some architectures while it loads them. Their shards cannot be read
+    as they are, so such a base is refused.
+    model: on the meta device, without adapters.
+    """
+    stored, wanted = weight_files(folder), base_tensors(model)
+    missing = sorted(wanted.keys() - stored.keys())
+    # A folder may also hold a tied head, or a buffer that the model computes itself.
+    known = model.state_dict().keys() | dict(model.named_buffers()).keys()
+    surplus = sorted(name for name in stored.keys() - wanted.keys() if name not in known)
+    kind = type(model).__name__
+    if missing and surplus:
+        raise ValueError(
+            f"--base {folder}: {kind} has {missing[0]}, the folder has {surplus[0]}. transformers renames or merges "
+            "tensors of this model while it loads them, which this script does not do"
+        )
+    if missing or surplus:
+        what = f"lacks {missing[0]} of {kind}" if missing else f"holds {surplus[0]}, which {kind} does not have"
+        raise ValueError(f"--base {folder} {what}")
+    for name, tensor in wanted.items():
+        if list(tensor.shape) != stored[name]:
+            raise ValueError(f"--base {folder}: {name} is {stored[name]}, but config.json says {list(tensor.shape)}")
+
+
+def checksum(folder: str | Path) -> str:
+    """Return a checksum of the base's weights, which names it in checkpoints."""
+    entries = file_checksums(folder, [path.name for path in Path(folder).glob("*.safetensors")])
+    return "-".join(f"{crc:08x}" for _, crc in sorted(entries.values()))
+
+
+# --- Building, in this order: build, fully_shard, to_empty, fill ----------------------------------------------------
+
+
+def build(args: Namespace, dtype: torch.dtype) -> nn.Module:
+    """Return the base on the meta device, in `dtype`, with adapters if args.lora_rank says so.
+
+    The base is then frozen. Frozen weights stay in bfloat16 if they are stored and computed in it, since a float32 copy
+    would hold no more. Raises ValueError for a LoRA target that matches nothing.
+    """
+    config = read_config(args.base)
+    frozen_bf16 = args.lora_rank > 0 and args.precision == "bf16" and config.dtype == torch.bfloat16
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16 if frozen_bf16 else dtype, trust_remote_code=False
+        )
+        check_tensors(model, Path(args.base))
+        if args.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if args.lora_rank == 0:
+            return model
+        targets = args.lora_targets if args.lora_targets == [ALL_LINEAR] else check_targets(model, args.lora_targets)
+        model = peft.get_peft_model(model, peft.LoraConfig(
+            r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, task_type="CAUSAL_LM",
+            target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        ))  # fmt: skip
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(dtype)  # peft has chosen float32, or the base's type
+    return model
+
+
+def check_targets(model: nn.Module, targets: list[str]) -> list[str]:
+    """Return `targets`. Raises ValueError if one of them is the end of no linear module's name: peft says nothing."""
+    linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in linear):
+            ends = sorted({name.rpartition(".")[2] for name in linear})
+            raise ValueError(
+                f"--lora-targets: no linear layer is called {target}; use {', '.join(ends)} or {ALL_LINEAR}"
+            )
+    return targets
+
+
+def decoder(model: nn.Module) -> PreTrainedModel:
+    """Return the transformers model: `model` itself, or the one inside a PeftModel."""
+    return model.get_base_model() if isinstance(model, peft.PeftModel) else model
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the decoder's blocks, which are gathered one at a time."""
+    kinds = set(decoder(model)._no_split_modules)
+    return (module for module in model.modules() if type(module).__name__ in kinds)
+
+
+def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the base's tensors by their names in its folder. A tied head is the embedding, and is not repeated."""
+    inner = decoder(model)
+    stored = inner.state_dict().keys()
+    tensors = dict(inner.named_parameters()) | {name: each for name, each in inner.named_buffers() if name in stored}
+    return {name.replace(".base_layer.", "."): each for name, each in tensors.items() if ".lora_" not in name}
+
+
+@torch.no_grad()
+def fill(model: nn.Module, folder: str, seed: int) -> None:
+    """Give the sharded model its values: every rank reads its slices of the base from the files. Collective.
+
+    Adapters begin with A from `seed` and the layer's name, and B = 0. Raises UsageError, on every rank.
+    """
+    inner = decoder(model)
+    inner.tie_weights()  # to_empty has made two tensors of a tied pair
+    for module in inner.modules():
+        if module._non_persistent_buffers_set:  # in no file: without this, rotary frequencies would be arbitrary
+            inner._init_weights(module)
+    try:
+        dcp.load(base_tensors(model), storage_reader=HuggingFaceStorageReader(folder))
+    except dcp.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        raise UsageError(f"cannot read --base {folder}: {str(cause).splitlines()[0]}") from error
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            value = torch.empty(parameter.shape)
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + seed)
+            nn.init.kaiming_uniform_(value, a=5**0.5, generator=generator)
+            mesh, placements = parameter.device_mesh, parameter.placements
+            parameter.copy_(distribute_tensor(value.to(parameter), mesh, placements, src_data_rank=None))
+        elif ".lora_B." in name:
+            parameter.zero_()
+
+
+@torch.no_grad()
+def generate(model: nn.Module, prompt: torch.Tensor, max_new_tokens: int, ends: list[int]) -> torch.Tensor:
+    """Return the tokens (T,) that the model writes after `prompt`, until one of `ends`, each the most probable one."""
+    inner = decoder(model)
+    written = inner.generate(
+        prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False, max_new_tokens=max_new_tokens,
+        eos_token_id=ends, pad_token_id=ends[0],
+    )  # fmt: skip
+    return written[0, len(prompt) :]
+
+
+# --- Writing -------------------------------------------------------------------------------------------------------
+
+
+def check_export(args: Namespace) -> None:
+    """Raise ValueError if --export or --merge cannot be carried out, or has no effect."""
+    if args.merge and not (args.export and args.lora_rank):
+        raise ValueError("--merge goes with --export and --lora-rank")
+    if args.export and os.path.lexists(args.export):
+        raise ValueError(f"--export {args.export} exists already; choose a new folder")
+    if args.export:
+        Path(args.export).parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(Path(args.export).parent, os.W_OK):
+            raise ValueError(f"--export {args.export}: cannot write there")
+
+
+def export(model: nn.Module, args: Namespace, worker: Worker) -> None:
+    """Write --export: the fine-tuned model, the adapter, or with --merge the base with the adapter in it. Collective.
+
+    The folder appears under its name when it is complete. Raises UsageError, on every rank.
+    """
+    folder, base = Path(args.export), Path(args.base)
+    partial = folder.with_name(f".{folder.name}.partial")
+    with fail_together():
+        if worker.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)  # of a worker that died
+            partial.mkdir(parents=True)
+    if not from_rank_zero(folder.exists()):  # the driver has seen none: it is from workers that died a moment ago
+        with fail_together():
+            if not partial.is_dir():
+                raise ValueError(f"--export {folder} must be a folder that all nodes share")
+        if args.lora_rank and not args.merge:
+            write_adapter(model, base, partial, worker)
+        else:
+            if args.merge:
+                share = merge(model, read_config(base).dtype or torch.float32)
+                if worker.rank == 0:
+                    worker.log(f"merged; rounding left {share:.1%} of the adapted weights as they were")
+            write_model(model, base, partial, worker)
+        with fail_together():
+            if worker.rank == 0:
+                os.rename(partial, folder)
+                worker.log(f"exported: {folder}")
+
+
+def write_model(model: nn.Module, base: Path, folder: Path, worker: Worker) -> None:
+    """Write the model to `folder`, with the base's dtype, files, config, tokenizer and template. Collective.
+
+    Each rank writes its slices, and rank 0 joins them, one tensor at a time.
+    """
+    dtype = read_config(base).dtype or torch.float32
+    files = json.loads((base / INDEX).read_text())["weight_map"] if (base / INDEX).is_file() else {}
+    numbers = {name: number for number, name in enumerate(sorted(set(files.values())), start=1)}
+    tensors = {name: tensor.detach().to(dtype) for name, tensor in base_tensors(model).items()}
+    writer = HuggingFaceStorageWriter(
+        str(folder), fqn_to_index_mapping={name: numbers.get(files.get(name), 1) for name in tensors},
+        save_distributed=True, enable_consolidation=True,
+    )  # fmt: skip
+    dcp.save(tensors, storage_writer=writer)
+    with fail_together():
+        if worker.rank == 0:
+            shutil.rmtree(folder / "sharded")
+            for path in base.iterdir():
+                is_weights = path.suffix in (".safetensors", *PICKLES) or path.name == INDEX
+                if path.is_file() and not is_weights and path.name != "README.md":  # that one describes the base
+                    shutil.copy(path, folder)
+
+
+def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worker) -> None:
+    """Write the adapter as `PeftModel.save_pretrained` does. Its tensors are gathered one at a time. Collective."""
+    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    whole = {name: tensor.full_tensor().cpu() for name, tensor in state.items()}
+    with fail_together():
+        if worker.rank == 0:
+            save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            config = model.peft_config["default"]
+            config.base_model_name_or_path, config.inference_mode = base.name, True
+            config.save_pretrained(folder)
+
+
+@torch.no_grad()
+def merge(model: peft.PeftModel, dtype: torch.dtype) -> float:
+    """Add the adapters to the base's weights, at least in float32, on shards. Collective.
+
+    Returns the share of the adapted weights that stay as they were once they are rounded to `dtype`.
+    """
+    unchanged, total = 0, 0
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            weight = module.get_base_layer().weight
+            precise = torch.promote_types(weight.dtype, torch.float32)
+            merged = weight.to(precise) + module.get_delta_weight("default").to(precise)
+            unchanged += (merged.to(dtype) == weight.to(dtype)).to_local().sum()
+            total += weight.numel()
+            module.get_base_layer().weight = nn.Parameter(merged.to(dtype), requires_grad=False)
+    return global_sum(unchanged).item() / total
