@@ -92,7 +92,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray keeps our DistributedSampler and moves the batches. Its own would pad, and one worker would get none.
+    # Ray keeps our DistributedSampler. Without ours, it would add one that pads, and none on a single worker.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     num_val_batches = len(sampling.global_batch_counts(len(task.splits.val), args.batch_size))
 
