@@ -107,7 +107,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
             save(run, worker, engine, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
-            # Every forward pass gathers weights from all ranks, so each rank must make equally many.
+            # Every forward pass gathers weights from all ranks, so every rank must make the same number.
             **evaluate(engine, sampling.even_batches(val_loader, num_val_batches), task),
             **extra_metrics,
             "world_size": worker.world_size,

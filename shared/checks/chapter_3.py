@@ -201,7 +201,7 @@ def judge_zero_1(reports: list[dict]) -> None:
 # What each mistake of exercise 3.2a would show in the logs.
 SHARDING_SYMPTOMS = {
     "none": "the loss would fall, and each rank would keep 16 / 2 bytes per parameter and call 11 all-gathers",
-    "no root": "some parameters would be whole on every rank, with gradients that nobody averages",
+    "blocks only": "some parameters would be whole on every rank, with gradients that nobody averages",
     "root only": "a step would gather a single group of parameters",
     "optimizer first": "the optimizer would have no gradients to work with, so it would make no moments either",
     "own norm": "the two ranks would scale their gradients by different factors",
@@ -215,7 +215,7 @@ def exercise_3_2a(diagnose: Callable[[], dict[str, str]]) -> None:
     seen = diagnose()
     expect_answers(seen, "ABCDE", SHARDING_SYMPTOMS)
     for run, mistake in {
-        "A": "no root",
+        "A": "blocks only",
         "B": "own norm",
         "C": "none",
         "D": "root only",
