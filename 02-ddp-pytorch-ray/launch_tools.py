@@ -59,6 +59,16 @@ class Launch:
         """Return when the first process with this word in its command line was created."""
         return min(moment for moment, command in self.processes.values() if word in command)
 
+    def names(self) -> list[str]:
+        """Return the processes' names, oldest first. A process of Python is named after its script."""
+        names = []
+        for _, command in sorted(self.processes.values()):
+            program, *words = command.split() or ["?"]
+            if Path(program).name.startswith("python"):
+                program = next((word for word in words if not word.startswith("-")), program)
+            names.append(Path(program).name)
+        return names
+
     def workers(self) -> list[int]:
         """Return the process ids of Ray Train's workers."""
         return sorted(pid for pid, (_, command) in self.processes.items() if "RayTrainWorker" in command)
@@ -177,7 +187,7 @@ def draw_losses(losses: Mapping[str, Sequence[float]], reference: str, tolerance
     below.set_xlabel("step", fontsize=11)
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
     above.set_title("The loss of every step", loc="left", fontsize=12)
-    below.set_title(f"How far each run is from {reference}", loc="left", fontsize=12)
+    below.set_title(f'How far each run is from "{reference}"', loc="left", fontsize=12)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)

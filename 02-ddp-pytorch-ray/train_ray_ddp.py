@@ -98,7 +98,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         distributed.warm_up_ddp_buckets(ddp_model, lambda: task.loss(ddp_model(inputs), targets))
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray keeps our DistributedSampler and moves the batches. Its own would pad, and one worker would get none.
+    # Ray keeps our DistributedSampler. Without ours, it would add one that pads, and none on a single worker.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     if not resumed:  # a run that is killed in its first epoch restarts from the same weights
         save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})

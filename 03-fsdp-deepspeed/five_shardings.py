@@ -13,7 +13,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from shared import datasets, distributed, measure, models
 
-MISTAKES = {"A": "no root", "B": "own norm", "C": "none", "D": "root only", "E": "optimizer first"}
+MISTAKES = {"A": "blocks only", "B": "own norm", "C": "none", "D": "root only", "E": "optimizer first"}
 CONFIG = models.GPT_PRESETS["nano"]
 NUM_STEPS, BATCH_SIZE, MAX_NORM = 3, 8, 0.5
 
@@ -30,7 +30,7 @@ def train(worker: distributed.Worker, mistake: str) -> str:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     if mistake == "optimizer first":
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    parts = {"no root": [*model.blocks], "root only": [model]}.get(mistake, [*model.blocks, model])
+    parts = {"blocks only": [*model.blocks], "root only": [model]}.get(mistake, [*model.blocks, model])
     for part in parts:
         fully_shard(part)
     if mistake != "optimizer first":
@@ -58,7 +58,7 @@ def train(worker: distributed.Worker, mistake: str) -> str:
     checksum = (weight.full_tensor() if isinstance(weight, DTensor) else weight).sum().item()
     return (
         f"rank {worker.rank}  losses {' '.join(f'{loss:.3f}' for loss in losses)}  gradients x {factor:.3f}  "
-        f"state {state:.1f} B/parameter  {gathers:2} all-gathers  embedding {checksum:.4f}"
+        f"state {state:.1f} B/parameter  all-gathers {gathers:2}  embedding {checksum:.4f}"
     )
 
 

@@ -28,7 +28,7 @@ def count(module: nn.Module) -> int:
 def activation_bytes(config: GPTConfig, sequences: int, checkpointing: bool, size: int) -> int:
     """Return the peak of the activations in bytes.
 
-    sequences: in the batch, each as long as the context.
+    sequences: how many are in the batch; each is as long as the context.
     size: bytes per number, 4 in float32 or 2 in bfloat16. The loss is always in float32.
     """
     dim, layers = config.dim, config.num_layers
@@ -48,7 +48,7 @@ def per_gpu(model: GPT, strategy: str, gpus: int, sequences: int = 1) -> dict[st
 
     model: may be on the meta device, where it takes no memory.
     strategy: a key of STATE.
-    sequences: on each GPU, each as long as the context.
+    sequences: how many each GPU gets; each is as long as the context.
     """
     config, numbers = model.config, count(model)
     on_every_rank, divided = STATE[strategy]

@@ -17,6 +17,7 @@ from shared.models import GPT
 CPU = torch.device("cpu")
 # What the figure calls each kind of tensor, and its name in torch's MemTracker; in the order of the bands.
 KINDS = {"parameters": "PARAM", "moments": "OPT", "gradients": "GRAD", "activations": "ACT", "short-lived": "TEMP"}
+TOP = 160  # of the figure's MB axis: the same for each step, to compare them
 BAND_COLORS = [plots.COLORS[number] for number in (0, 2, 3, 1, 5)]
 
 
@@ -93,17 +94,19 @@ def draw_step(title: str, recorder: Recorder) -> Axes:
     heights = [[row[kind] / 1e6 for row in recorder.rows] for kind in KINDS.values()]
     numbers = range(len(recorder.rows))
     axes.stackplot(numbers, heights, labels=KINDS, colors=BAND_COLORS, step="post", linewidth=0)
-    axes.set(xlim=(0, len(recorder.rows)), ylim=(0, 140))
+    axes.set(xlim=(0, len(recorder.rows)), ylim=(0, TOP))
     phases = 0
     for number, name in recorder.begins:
         is_block = name.isdigit()
         style = ":" if is_block else "-"
-        height, layer = (0.82, 2) if is_block else (1, 0)  # behind the bands, where it would hide the peak
-        axes.axvline(number, ymax=height, color="black", linewidth=0.7, linestyle=style, zorder=layer)
+        # The names are in three rows, because side by side they could overlap. A line ends at its own phase's name, so
+        # that it crosses no other.
+        row = TOP - 12 * (phases % 3 + 1)
+        # A phase's line is drawn behind the bands, because on top it would hide the peak.
+        height, layer = (TOP - 45, 2) if is_block else (row + 10, 0)
+        axes.axvline(number, ymax=height / TOP, color="black", linewidth=0.7, linestyle=style, zorder=layer)
         if not is_block:
-            # Side by side the names could overlap. The box covers the line of the next phase.
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axes.text(number + 5, 131 - 11 * (phases % 2), name, fontsize=11, bbox=box)
+            axes.text(number + 5, row, name, fontsize=11)
             phases += 1
     axes.legend(frameon=False, ncols=3, fontsize=11, loc="upper center", bbox_to_anchor=(0.45, -0.19))
     return axes

@@ -96,7 +96,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray keeps our DistributedSampler and moves the batches. Its own would pad, and one worker would get none.
+    # Ray keeps our DistributedSampler. Without ours, it would add one that pads, and none on a single worker.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     num_val_batches = len(sampling.global_batch_counts(len(task.splits.val), args.batch_size))
 
@@ -107,7 +107,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
             save(run, worker, engine, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
-            # Every forward pass gathers weights from all ranks, so each rank must make equally many.
+            # Every forward pass gathers weights from all ranks, so every rank must make the same number.
             **evaluate(engine, sampling.even_batches(val_loader, num_val_batches), task),
             **extra_metrics,
             "world_size": worker.world_size,

@@ -6,7 +6,7 @@ On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_fsdp2.py --num-work
                           --preset 7b --storage-path s3://BUCKET/runs
 
 It computes what train_ray_ddp.py --dataset text computes: with the same --seed and --batch-size, any number of workers
-has the same losses, up to rounding. A worker that dies is replaced, and the run continues from its newest checkpoint.
+gives the same losses, up to rounding. A worker that dies is replaced, and the run continues from its newest checkpoint.
 --resume continues it with any number of workers.
 """
 
@@ -92,7 +92,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     train_loader = sampling.rank_loader(task.splits.train, local_batch_size, worker, shuffle_seed=args.seed)
     val_loader = sampling.rank_loader(task.splits.val, local_batch_size, worker)
-    # Ray keeps our DistributedSampler and moves the batches. Its own would pad, and one worker would get none.
+    # Ray keeps our DistributedSampler. Without ours, it would add one that pads, and none on a single worker.
     train_loader, val_loader = prepare_data_loader(train_loader), prepare_data_loader(val_loader)
     num_val_batches = len(sampling.global_batch_counts(len(task.splits.val), args.batch_size))
 
@@ -103,7 +103,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
             save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
-            # Every forward pass gathers weights from all ranks, so each rank must make equally many.
+            # Every forward pass gathers weights from all ranks, so every rank must make the same number.
             **evaluate(model, sampling.even_batches(val_loader, num_val_batches), task),
             **extra_metrics,
             "world_size": worker.world_size,

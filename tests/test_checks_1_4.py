@@ -81,7 +81,7 @@ def test_1_4b_accepts(printed, capsys):
     (machinery.Wrong("the script failed: RuntimeError: Connection closed by peer [127.0.0.1]"),  # as it was given
      "not right yet: one rank called a collective that another rank never reached. Which ranks are still in the loop"),
     (machinery.Wrong("the script failed: RuntimeError: Timed out waiting 30000ms for recv"), "which have left it?"),
-    (machinery.Wrong("it hangs: still running after 240 s."), "never reached. Which ranks are still in the loop, and which"),
+    (machinery.Wrong("it hangs: still running after 240 s."), "never reached. Which ranks are still in the loop"),
     (machinery.Wrong("the script failed: NameError: name 'los' is not defined"), "not right yet: the script failed: "),
     (stopped(4, 9, 13), "the ranks stop after different steps, (4, 9, 13): take the decision from a value"),
     (stopped(4, 4, 4), "is 4, expected 10. That is rank 0's own loss: the others have no say."),

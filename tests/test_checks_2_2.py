@@ -32,11 +32,11 @@ def test_2_2a_accepts(capsys):
 
 @pytest.mark.parametrize(("answer", "because"), [
     (DIAGNOSIS | {"A": (0, "waits for data")}, "job A is not 'waits for data'. Is a rank fetching"),
-    (DIAGNOSIS | {"A": (2, "different collectives")}, "job A is not 'different collectives'. Some rank"),
+    (DIAGNOSIS | {"A": (2, "different collectives")}, "job A is not 'different collectives'. Three ranks"),
     (DIAGNOSIS | {"A": (0, "left the loop")}, "job A: the cause is right, but look again for the rank. Which"),
     (DIAGNOSIS | {"B": (1, "left the loop")}, "job B is not 'left the loop'. Has a rank reached a function that"),
     (DIAGNOSIS | {"B": (1, "slow")}, "job B is not 'slow'. No rank computes anything"),
-    (DIAGNOSIS | {"C": (None, "slow")}, "job C is not 'slow'. All ranks are idle at one line. Would they still"),
+    (DIAGNOSIS | {"C": (None, "slow")}, "job C is not 'slow'. All ranks are idle at the same line. Would they"),
     (DIAGNOSIS | {"C": (0, "different collectives")}, "job C: the cause is right, but look again for the rank. Four"),
     (DIAGNOSIS | {"D": (3, "waits for data")}, "job D is not 'waits for data'."),
     (DIAGNOSIS | {"D": (3, "deadlock")}, "job D: 'deadlock' is not one of the causes 'left the loop'"),

@@ -24,7 +24,7 @@ def test_a_stub_is_not_done_yet(check, capsys):
 # --- 3.2a: five runs to diagnose --------------------------------------------------------------------------------------
 
 LESSON = ROOT_FOLDER / "03-fsdp-deepspeed" / "02_fsdp2.ipynb"
-RIGHT_DIAGNOSIS = {"A": "no root", "B": "own norm", "C": "none", "D": "root only", "E": "optimizer first"}
+RIGHT_DIAGNOSIS = {"A": "blocks only", "B": "own norm", "C": "none", "D": "root only", "E": "optimizer first"}
 
 
 def diagnosis(**changed):
@@ -40,9 +40,9 @@ def test_3_2a_accepts(capsys):
     (diagnosis(A="none"), "for run A you say 'none'. Then the loss would fall, and each rank would keep 16 / 2 bytes"),
     (diagnosis(B="same batch"), "for run B you say 'same batch'. Then the two ranks would have the same losses"),
     (diagnosis(C="own norm"), "for run C you say 'own norm'. Then the two ranks would scale their gradients"),
-    (diagnosis(D="no root"), "for run D you say 'no root'. Then some parameters would be whole on every rank"),
+    (diagnosis(D="blocks only"), "for run D you say 'blocks only'. Then some parameters would be whole on every rank"),
     (diagnosis(E="root only"), "for run E you say 'root only'. Then a step would gather a single group"),
-    (diagnosis(E="frozen"), "for E you say 'frozen', which is not one of 'none', 'no root', 'root only'"),
+    (diagnosis(E="frozen"), "for E you say 'frozen', which is not one of 'none', 'blocks only', 'root only'"),
 ])  # fmt: skip
 def test_3_2a_rejects(answer, because, capsys):
     assert_rejects(checks.exercise_3_2a, answer, because, capsys)
@@ -53,13 +53,13 @@ def test_the_five_runs_show_what_3_2a_says(monkeypatch):
     (printed, _) = machinery.run_script(LESSON.with_name("five_shardings.py"), 2)
     assert re.findall("run (.)", printed) == list(RIGHT_DIAGNOSIS)
     for run, lines in zip(RIGHT_DIAGNOSIS.values(), printed.split("run ")[1:], strict=True):
-        pattern = r"losses ([\d. ]+)  gradients x (\S+)  state (\S+) B/parameter +(\d+) all-gathers  embedding (\S+)"
+        pattern = r"losses ([\d. ]+)  gradients x (\S+)  state (\S+) B/parameter  all-gathers +(\d+)  embedding (\S+)"
         losses, factors, states, gathers, embeddings = zip(*re.findall(pattern, lines), strict=True)
-        assert (embeddings[0] != embeddings[1]) == (run == "no root")
+        assert (embeddings[0] != embeddings[1]) == (run == "blocks only")
         assert (factors[0] != factors[1]) == (run == "own norm")
         assert (len(set(losses[0].split())) == 1) == (run == "optimizer first")
-        assert set(states) == {{"no root": "8.6", "optimizer first": "4.0"}.get(run, "8.0")}
-        assert set(gathers) == {{"no root": "5", "root only": "1"}.get(run, "11")}
+        assert set(states) == {{"blocks only": "8.6", "optimizer first": "4.0"}.get(run, "8.0")}
+        assert set(gathers) == {{"blocks only": "5", "root only": "1"}.get(run, "11")}
         assert losses[0] != losses[1]  # no run answers "same batch"
 
 

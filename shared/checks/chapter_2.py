@@ -163,12 +163,12 @@ CAUSES_OF_HANGS = {  # what speaks against each cause where it is wrong
     "left the loop": "Has a rank reached a function that main calls after the training step, while others still train?",
     "waits for data": "Is a rank fetching a batch, and in no collective at all?",
     "waits for a person": "Is a rank inside pdb?",
-    "different collectives": "Some rank has not reached a collective, and the others wait for it there. Which?",
+    "different collectives": "Three ranks wait at the same line. Is the fourth in their loop, and in a collective?",
     "slow": "No rank computes anything: where are they all waiting, and for whom?",
 }
 
 
-@exercise("2.2a", "the odd rank holds the others up, and ranks at one line need not be in one collective.")
+@exercise("2.2a", "the odd rank holds the others up, and ranks at the same line need not be in the same collective.")
 def exercise_2_2a(diagnose: Callable[[], dict[str, tuple[int | None, str]]]) -> None:
     """diagnose() -> for each job in hung_jobs.txt the rank to look at, and the cause."""
     seen = diagnose()
@@ -184,7 +184,7 @@ def exercise_2_2a(diagnose: Callable[[], dict[str, tuple[int | None, str]]]) -> 
         if cause != expected[1]:
             hint = CAUSES_OF_HANGS[cause]
             if job == "C":
-                hint = "All ranks are idle at one line. Would they still wait there, if all were in the same call?"
+                hint = "All ranks are idle at the same line. Would they still wait there if all were in the same call?"
             raise Wrong(f"job {job} is not {cause!r}. {hint}")
         if rank != expected[0]:
             hint = "Which rank's innermost line of train.py differs from the others'?"

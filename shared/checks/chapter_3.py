@@ -21,7 +21,7 @@ from shared.checks.machinery import (
 # --- Lesson 3.1: where memory goes -----------------------------------------------------------------------------------
 
 
-@exercise("3.1a", "two measurements, and no run that dies in the night.")
+@exercise("3.1a", "two measurements are enough to know it in advance.")
 def exercise_3_1a(largest_batch: Callable[[Callable[[int], int], int], int]) -> None:
     """largest_batch(needed, limit) -> the largest batch with needed(batch) <= limit, in three calls of needed."""
     for state, sequence, limit in (
@@ -72,7 +72,7 @@ SYMPTOMS_3_1B = {
 }
 
 
-@exercise("3.1b", "each mistake adds its own part, at its own moment, on its own rank.")
+@exercise("3.1b", "each mistake shows in its own part of the memory, at its own point of the step.")
 def exercise_3_1b(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> the mistake in each of the runs A to F of six_shardings.py, one of SYMPTOMS_3_1B."""
     seen = diagnose()
@@ -201,7 +201,7 @@ def judge_zero_1(reports: list[dict]) -> None:
 # What each mistake of exercise 3.2a would show in the logs.
 SHARDING_SYMPTOMS = {
     "none": "the loss would fall, and each rank would keep 16 / 2 bytes per parameter and call 11 all-gathers",
-    "no root": "some parameters would be whole on every rank, with gradients that nobody averages",
+    "blocks only": "some parameters would be whole on every rank, with gradients that nobody averages",
     "root only": "a step would gather a single group of parameters",
     "optimizer first": "the optimizer would have no gradients to work with, so it would make no moments either",
     "own norm": "the two ranks would scale their gradients by different factors",
@@ -215,7 +215,7 @@ def exercise_3_2a(diagnose: Callable[[], dict[str, str]]) -> None:
     seen = diagnose()
     expect_answers(seen, "ABCDE", SHARDING_SYMPTOMS)
     for run, mistake in {
-        "A": "no root",
+        "A": "blocks only",
         "B": "own norm",
         "C": "none",
         "D": "root only",
