@@ -319,6 +319,9 @@ def write_model(model: nn.Module, base: Path, folder: Path, worker: Worker) -> N
     with fail_together():
         if worker.rank == 0:
             shutil.rmtree(folder / "sharded")
+            if not files:  # one file has no index
+                (folder / INDEX).unlink()
+                next(folder.glob("*.safetensors")).rename(folder / WEIGHTS)
             for path in base.iterdir():
                 is_weights = path.suffix in (".safetensors", *PICKLES) or path.name == INDEX
                 if path.is_file() and not is_weights and path.name != "README.md":  # that one describes the base

@@ -28,7 +28,7 @@ import pairs
 import pretrained
 import shared
 import tiny_base
-from shared import checkpoint, distributed, options, paths, sampling, script, sharded, tasks
+from shared import checkpoint, distributed, measure, options, paths, sampling, script, sharded, tasks
 from shared.on_ray import cluster, command_line, storage, workers
 from shared.progress import write_metrics
 
@@ -127,7 +127,12 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
             if progress.due(args.save_every_steps):
                 save(run, worker, model, optimizer, scheduler, warmup, progress, {"epoch": 0})
             continue
-        metrics = progress.finish_epoch({**measured, **progress.epoch_metrics(), "world_size": worker.world_size})
+        metrics = progress.finish_epoch({
+            **measured,
+            **progress.epoch_metrics(),
+            "state_bytes_per_rank": distributed.global_max(measure.state_bytes(model, optimizer)),
+            "world_size": worker.world_size,
+        })  # fmt: skip
         if progress.epoch_complete:
             scheduler.step()
         save(run, worker, model, optimizer, scheduler, warmup, progress, metrics)

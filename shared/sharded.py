@@ -17,19 +17,32 @@ from shared.errors import UsageError
 def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Write this rank's slices of weights and optimizer state into `folder`. Collective.
 
-    torch.distributed.checkpoint writes them. Each node may have a different folder: all their files together are the
-    checkpoint. The optimizer must have taken a step. Otherwise torch takes a step itself, with a learning rate of 0, to
+    torch.distributed.checkpoint writes them. Frozen weights are left out. Each node may have a different folder: all
+    their files together are the checkpoint. The optimizer must have taken a step. Otherwise torch takes a step itself, with a learning rate of 0, to
     have something to save. Adam counts that step, so the training would change. Raises UsageError, on every rank, if
     weights are not finite.
     """
     import torch.distributed.checkpoint as dcp  # takes half a second to import
-    from torch.distributed.checkpoint.state_dict import get_state_dict
 
     assert optimizer.state, "nothing to save before the first step"
     with fail_together():
         check_finite(dict(model.named_parameters()))
+    dcp.save(trained_state(model, optimizer), checkpoint_id=folder)
+
+
+def trained_state(model: nn.Module, optimizer: Optimizer) -> dict[str, dict]:
+    """Return what training changes, as torch.distributed.checkpoint saves and loads it: weights and optimizer state.
+
+    Frozen weights are left out, and so is the second name of a weight that two layers share.
+    """
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    every_name = model.named_parameters(remove_duplicate=False)
+    once = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    left_out = {name for name, _ in every_name} - once
+    kept = {name: value for name, value in model_state.items() if name not in left_out}
+    return {"model": kept, "optimizer": optimizer_state}
 
 
 def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
@@ -40,10 +53,9 @@ def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) 
     run code, so read only folders that nobody else can write to.
     """
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = trained_state(model, optimizer)
     try:
         dcp.load(state, checkpoint_id=folder)
     except (dcp.CheckpointException, RuntimeError, ValueError) as error:
@@ -53,7 +65,10 @@ def restore_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) 
         if any(isinstance(cause, (OSError, EOFError, torch.OutOfMemoryError)) for cause in causes):
             raise
         raise UsageError(f"the checkpoint is of a different model: {str(causes[0]).splitlines()[0]}") from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    set_state_dict(
+        model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"],
+        options=StateDictOptions(strict=False),  # frozen weights stay as they are
+    )  # fmt: skip
 
 
 def file_checksums(

@@ -1,12 +1,13 @@
 """Several scripts for the same ranks, one after the other: each in a fork of a rank that has imported torch already.
 
-torchrun ... many_answers.py FOLDER
+torchrun ... many_answers.py FOLDER [MODULE...]
 
-runs, for each N, FOLDER/N/command.json, a list of words that begins with a script, and writes what each rank's fork
-says to FOLDER/N/RANK.err, and its exit code to FOLDER/N/RANK.code. Where one fails the others are ended, as torchrun
-would.
+imports the modules, runs, for each N, FOLDER/N/command.json, a list of words that begins with a script, and writes what
+each rank's fork says to FOLDER/N/RANK.err, and its exit code to FOLDER/N/RANK.code. Where one fails the others are
+ended, as torchrun would.
 """
 
+import importlib
 import json
 import os
 import runpy
@@ -26,6 +27,8 @@ def run(folder: Path) -> None:
     os.dup2(errors, 2)
     sys.argv = json.loads((folder / "command.json").read_text())
     os.environ["TORCHELASTIC_RESTART_COUNT"] = folder.name  # keys of its own in the store that all of them share
+    if (folder / "port").exists():  # Ray's local mode needs a store of its own
+        os.environ.update(MASTER_PORT=(folder / "port").read_text(), TORCHELASTIC_USE_AGENT_STORE="False")
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
     except BaseException:
@@ -34,6 +37,8 @@ def run(folder: Path) -> None:
     os._exit(0)
 
 
+for name in sys.argv[2:]:
+    importlib.import_module(name)
 for folder in sorted(Path(sys.argv[1]).iterdir()):
     if (pid := os.fork()) == 0:
         run(folder)
