@@ -6,6 +6,7 @@ A base is a folder as `save_pretrained` and `hf download` leave it: config.json,
 import json
 import os
 import shutil
+import warnings
 import zlib
 from argparse import Namespace
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 logging.set_verbosity_error()
+warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")  # peft uses it
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")

@@ -3,14 +3,13 @@
 import json
 import os
 import random
-import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import ROOT, TORCHRUN, Fork, assert_bit_for_bit, refused_here
+from runs import ROOT, TORCHRUN
 
 from shared.rendezvous import free_port
 
@@ -187,3 +186,156 @@ def test_bytes(name, recorded, base):
     for peak in peaks:
         assert peak["fill"] <= largest + 2**20
         assert peak["export"] <= shard + largest + 2**20
+
+
+# --- Exported, and loaded in another process ----------------------------------------------------------------------
+
+
+def other_bases(folder: Path, tokenizer) -> dict[str, Path]:
+    """Qwen2 in bfloat16 and several files, Gemma 3, and GPT-2 without a chat template."""
+    from transformers import AutoTokenizer, Gemma3TextConfig, GPT2Config, Qwen2Config
+
+    qwen = Qwen2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
+    gemma = Gemma3TextConfig(**SMALL, **HEADS, max_position_embeddings=128, sliding_window=16)
+    gpt2 = GPT2Config(vocab_size=1024, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    save_base(folder / "qwen2", qwen, tokenizer, torch.bfloat16, max_shard_size="40KB")
+    plain = AutoTokenizer.from_pretrained(folder / "qwen2")
+    plain.chat_template = None
+    return {
+        "qwen2": folder / "qwen2",
+        "gemma3": save_base(folder / "gemma3", gemma, tokenizer),
+        "gpt2": save_base(folder / "gpt2", gpt2, plain),
+    }
+
+
+@pytest.fixture(scope="module")
+def exported(base, rows, tokenizer, tmp_path_factory) -> dict[str, tuple[Path, Path, dict]]:
+    """Four architectures, fine-tuned on two ranks and exported: name -> (base, export, last metrics and what was said)."""
+    folder, commands = tmp_path_factory.mktemp("exported"), {}
+    others = other_bases(folder / "bases", tokenizer)
+    bases = {"llama": base, "adapter": base, "merged": base, **others, "merged bf16": others["qwen2"]}
+    adapters = {"adapter": [], "merged": ["--merge"], "merged bf16": ["--merge", "--precision", "bf16", "--lr", 1e-3]}
+    for name, path in bases.items():
+        options = ["--data-file", rows[0], "--val-file", rows[1], "--batch-size", 16, "--max-steps", 12, "--lr", 1e-2]
+        more = ["--lora-rank", 4, *adapters[name]] if name in adapters else []
+        files = ["--metrics-out", folder / f"{name}.jsonl", "--export", folder / name]
+        commands[name] = [FINETUNE, "--base", path, *options, *more, *files, "--num-workers", 0]
+    folders = launch(2, folder / "commands", commands)
+    metrics = {name: json.loads((folder / f"{name}.jsonl").read_text().splitlines()[-1]) for name in bases}
+    said = {name: (folders[name] / "0.err").read_text() for name in bases}
+    return {name: (path, folder / name, {**metrics[name], "said": said[name]}) for name, path in bases.items()}
+
+
+def load_exported(name: str, base: Path, export: Path) -> tuple[object, object]:
+    """Model and tokenizer, in float32, as somebody loads them who has the folder alone."""
+    import peft
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = base if name == "adapter" else export
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if name == "adapter":
+        model = peft.PeftModel.from_pretrained(model, export)
+    return model.eval(), AutoTokenizer.from_pretrained(folder)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "adapter", "qwen2", "gemma3", "gpt2"])
+def test_an_export_answers_as_the_run_has_measured(name, exported, rows):
+    """Loss of the answers, and how many `generate` writes exactly, one row at a time."""
+    base, export, metrics = exported[name]
+    model, tokenizer = load_exported(name, base, export)
+    loss, tokens, exact = 0.0, 0, 0
+    lines = [json.loads(line) for line in rows[1].read_text().splitlines()]
+    for line in lines:
+        if tokenizer.chat_template:
+            user = {"role": "user", "content": line["prompt"]}
+            turns = [user, {"role": "assistant", "content": line["completion"]}]
+            prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(turns, return_dict=False)
+        else:
+            prompt = tokenizer(line["prompt"])["input_ids"]
+            ids = [*prompt, *tokenizer(line["completion"])["input_ids"], tokenizer.eos_token_id]
+        answer = torch.tensor(ids[len(prompt) :])
+        logits = model(input_ids=torch.tensor([ids])).logits[0, len(prompt) - 1 : -1]
+        loss += F.cross_entropy(logits.float(), answer, reduction="sum").item()
+        tokens += len(answer)
+        written = model.generate(input_ids=torch.tensor([prompt]), attention_mask=torch.ones(1, len(prompt)).long(),
+            do_sample=False, max_new_tokens=len(answer), eos_token_id=tokenizer.eos_token_id)  # fmt: skip
+        exact += written[0, len(prompt) :].tolist() == answer.tolist()
+    # A bfloat16 export rounds the float32 weights that the run has measured.
+    assert loss / tokens == pytest.approx(metrics["val_loss"], rel=2e-2 if name == "qwen2" else 1e-5)
+    assert exact / len(lines) == metrics["val_exact_match"]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gemma3", "gpt2"])
+def test_an_export_is_as_its_base(name, exported):
+    """Its dtype, its files but the weights, and tensors by the same names: it can be a base."""
+    from safetensors import safe_open
+
+    import pretrained
+
+    base, export, _ = exported[name]
+    for path in base.iterdir():
+        if "model" not in path.name or path.name.startswith("tokenizer"):
+            assert (export / path.name).read_bytes() == path.read_bytes()
+    assert {path.name for path in export.iterdir()} == {path.name for path in base.iterdir()}
+    assert pretrained.weight_files(export) == pretrained.weight_files(base)
+    for path in export.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            kinds = {file.get_tensor(key).dtype for key in list(file.keys())}
+        assert kinds == {torch.bfloat16 if name == "qwen2" else torch.float32}
+
+
+@torch.no_grad()
+def test_a_merged_export_is_base_and_adapter_in_one(exported):
+    """The run is that of the adapter, and sums in float32 differ in rounding alone."""
+    tokens = torch.randint(3, 1024, (2, 20), generator=torch.Generator().manual_seed(0))
+    both, merged = (load_exported(name, *exported[name][:2])[0] for name in ("adapter", "merged"))
+    assert exported["adapter"][2]["step_losses"] == exported["merged"][2]["step_losses"]
+    assert torch.allclose(both(input_ids=tokens).logits, merged(input_ids=tokens).logits, rtol=0, atol=1e-5)
+
+
+def test_merging_into_bfloat16_says_what_rounding_swallows(exported):
+    """The share that the run has printed is that of the two folders' elements."""
+    from safetensors import safe_open
+
+    def tensors(folder: Path) -> dict[str, torch.Tensor]:
+        found = {}
+        for path in folder.glob("*.safetensors"):
+            with safe_open(path, "pt") as file:
+                found |= {key: file.get_tensor(key) for key in list(file.keys())}
+        return found
+
+    base, export, metrics = exported["merged bf16"]
+    before, after = tensors(base), tensors(export)
+    adapted = [name for name in before if "proj" in name and name.endswith("weight")]
+    unchanged = sum((before[name] == after[name]).sum().item() for name in adapted)
+    share = unchanged / sum(before[name].numel() for name in adapted)
+    assert 0.01 < share < 0.99
+    assert f"rounding left {share:.1%} of the adapted weights as they were" in metrics["said"]
+    assert all(torch.equal(before[name], after[name]) for name in before.keys() - set(adapted))
+
+
+# --- Killed -------------------------------------------------------------------------------------------------------
+
+
+def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
+    """Two workers with dropout and accumulation: one is killed between two saves, and the metrics, all steps' losses
+    and norms, are those of the undisturbed run, bit for bit. The checkpoint holds adapters and no base.
+    """
+    options = ["--base", base, "--data-file", rows[0], "--val-file", rows[1], "--batch-size", 8, "--accumulate", 2,
+        "--lora-rank", 4, "--lora-dropout", 0.2, "--epochs", 40, "--save-every-steps", 5, "--warmup-steps", 10,
+        "--max-grad-norm", 0.5]  # fmt: skip
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Fork(2, tmp_path / "undisturbed", *options, "--num-workers", 0, script=FINETUNE)
+    run = Fork(0, tmp_path, *options, "--num-workers", 2, "--run-name", "run", script=FINETUNE)
+    run.wait_for(tmp_path, "run/checkpoint-*")
+    run.ray_processes("RayTrainWorker")[-1].kill()
+    assert run.finish() == 0, run.text
+    assert undisturbed.finish() == 0, undisturbed.text
+    assert run.text.count("continuing after step") == 1, run.text
+    assert_bit_for_bit(run.metrics(), undisturbed.metrics())
+    newest = max((tmp_path / "run").glob("checkpoint-*"))
+    size = sum(path.stat().st_size for path in newest.glob("*.distcp"))
+    adapters = 12 * 4 * sum(before.numel() for before in []) or size
+    assert size == adapters
