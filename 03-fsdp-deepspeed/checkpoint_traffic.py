@@ -1,4 +1,4 @@
-"""Record what each rank reads from a DCP checkpoint, hold back a write, and draw who wrote and who loads which rows."""
+"""Record which rows each rank copies from a DCP checkpoint, draw these rows, and hold back a write."""
 
 import json
 import threading
@@ -19,7 +19,7 @@ Piece = Mapping[str, object]  # rows that one file holds: "file", the "first" ro
 
 
 class RecordingReader(dcp.FileSystemReader):
-    """A reader of DCP checkpoints that records the rows it copies, and the file that each of them comes from."""
+    """A reader of DCP checkpoints that records which rows it copies, and from which file."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future:
         """Read as the base class does, and record the plan's tensors in `pieces`, by name."""
@@ -65,11 +65,11 @@ def written_pieces(metadata: Metadata, name: str) -> list[Piece]:
     return sorted(pieces, key=lambda piece: piece["first"])
 
 
-def draw(written: Sequence[Piece], read: Sequence[Sequence[Piece]], title: str) -> Axes:
+def draw(written: Sequence[Piece], copied: Sequence[Sequence[Piece]], title: str) -> Axes:
     """Draw a tensor's rows twice: above by the rank that wrote them, below by the ranks that load them.
 
     written: the stored pieces.
-    read: for each rank that loads, the pieces that it copied.
+    copied: for each rank that loads, the pieces that it copied.
     """
     _, axes = plt.subplots(figsize=(5, 3.3), layout="constrained")
     axes.set_title(title, loc="left", fontsize=12)
@@ -82,8 +82,8 @@ def draw(written: Sequence[Piece], read: Sequence[Sequence[Piece]], title: str) 
         label = f"rank {number} wrote\nrows {first} to {first + rows - 1}"
         axes.text(first + rows / 2, 2.6, label, color="white", **text)
     gap = total / 25
-    for rank, pieces in enumerate(read):
-        shift = gap * (rank - (len(read) - 1) / 2)
+    for rank, pieces in enumerate(copied):
+        shift = gap * (rank - (len(copied) - 1) / 2)
         begin = min(piece["first"] for piece in pieces)
         end = max(piece["first"] + piece["rows"] for piece in pieces)
         for piece in pieces:
@@ -92,6 +92,6 @@ def draw(written: Sequence[Piece], read: Sequence[Sequence[Piece]], title: str) 
             axes.add_patch(Polygon([(a, 2.2), (b, 2.2), (b + shift, 1.2), (a + shift, 1.2)], color=color, alpha=0.25))
         label = f"rank {rank} loads\n{begin} to {end - 1}"
         axes.text((begin + end) / 2 + shift, 0.8, label, color="white", **text)
-    axes.set(xlim=(-1.2 * gap * len(read) / 2, total + 1.2 * gap * len(read) / 2), ylim=(0.2, 3.1))
+    axes.set(xlim=(-1.2 * gap * len(copied) / 2, total + 1.2 * gap * len(copied) / 2), ylim=(0.2, 3.1))
     axes.axis("off")
     return axes

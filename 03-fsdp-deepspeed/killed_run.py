@@ -13,10 +13,10 @@ import psutil
 
 
 class BackgroundRun:
-    """A run of a training script in a process of its own. Its log, metrics and checkpoints are in `folder`."""
+    """A run of a training script in its own process. Its log, metrics and checkpoints are in `folder`."""
 
     def __init__(self, folder: Path, name: str, words: list[str], **environment: str) -> None:
-        """Start `python WORDS` as the run `name`, without the files of an earlier run of that name."""
+        """Delete the files of an earlier run of that name, then start `python WORDS` as the run `name`."""
         self.folder, self.log, self.metrics_file = folder / name, folder / f"{name}.log", folder / f"{name}.jsonl"
         shutil.rmtree(self.folder, ignore_errors=True)
         self.metrics_file.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Start the same training in five ways and plot the losses over each other. Makes the figure in README.md.
+"""Start the same training run in five ways and plot the losses over each other. Makes the figure in README.md.
 
     python benchmarks/same_curve.py [--out FOLDER]
 
-The runs: one process, two ranks, four ranks, two Ray workers, and two ranks of which one is killed during training.
+The runs: one process, two processes, four processes, two Ray workers, and two processes of which one is killed midway.
 All use float64, with train_ddp.py and train_ray_ddp.py as they are. Writes same-curve.svg and same-curve.json, and
 fails if a loss differs by more than 1e-9 from that of one process.
 """
@@ -30,13 +30,13 @@ DDP, RAY = ROOT / "01-ddp-pytorch-only/train_ddp.py", ROOT / "02-ddp-pytorch-ray
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1", "--nproc-per-node"]
 RUNS = {
     "one process": [sys.executable, DDP],
-    "torchrun, 2 ranks": [*TORCHRUN, "2", DDP],
-    "torchrun, 4 ranks": [*TORCHRUN, "4", DDP],
-    "Ray Train, 2 workers": [sys.executable, RAY, "--num-workers", "2"],
-    "torchrun, 2 ranks, one is killed": [*TORCHRUN, "2", DDP, "--save-every-steps", "5"],
+    "torchrun, 2 processes": [*TORCHRUN, "2", DDP],
+    "torchrun, 4 processes": [*TORCHRUN, "4", DDP],
+    "Ray Train, 2 processes": [sys.executable, RAY, "--num-workers", "2"],
+    "torchrun, 2 processes, one is killed": [*TORCHRUN, "2", DDP, "--save-every-steps", "5"],
 }
 OPTIONS = ["--epochs", "1", "--precision", "fp64", "--seed", "7", "--run-name", "run"]
-KILLED_AFTER = 10  # steps; the last run loses a rank as soon as the checkpoint of this step exists
+KILLED_AFTER = 10  # steps; the last run loses a process as soon as the checkpoint of this step exists
 TOLERANCE = 1e-9
 
 
@@ -70,10 +70,10 @@ def draw(series: dict[str, list[float]], path: Path) -> None:
         steps = range(1, len(values) + 1)
         axes.plot(steps, values, color=plots.COLORS[number], linestyle=style, linewidth=width, label=label)
     axes.annotate(
-        "one rank is killed here,\nand the run resumes", (KILLED_AFTER, first[KILLED_AFTER - 1]), (2, 1.35),
+        "one process is killed here,\nand the run resumes", (KILLED_AFTER, first[KILLED_AFTER - 1]), (2, 1.35),
         arrowprops={"arrowstyle": "->", "color": plots.COLORS[4]}, color=plots.COLORS[4], fontsize=12,
     )  # fmt: skip
-    axes.set_title("One training, started in five ways: one curve", loc="left", fontsize=14)
+    axes.set_title("One training run, started in five ways: one curve", loc="left", fontsize=14)
     axes.set_xlabel("step", fontsize=12)
     axes.set_ylabel("training loss", fontsize=12)
     axes.tick_params(labelsize=11)

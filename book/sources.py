@@ -30,6 +30,7 @@ LANGUAGES = {
 ORPHAN = "---\norphan: true\n---\n"  # a page that is in no list of pages
 LINK = re.compile(r"(?<=\]\()([^()\s#:]+)(?=[)#])")
 CELL_TIMEOUT_S = 900
+BUILT_FROM = "the repository that this site was built from"
 
 
 def lay_out(source: Path, outputs: Path | None) -> None:
@@ -58,8 +59,7 @@ def lay_out(source: Path, outputs: Path | None) -> None:
         (source / f"api/{name}.md").write_text(module_page(name))
     (source / "api/index.md").write_text(modules_page())
     (source / "glossary.md").write_text(glossary())
-    index = (BOOK / "index.md").read_text().replace("](../", "](")
-    (source / "index.md").write_text(index.replace("<!-- chapters -->", cards()))
+    (source / "index.md").write_text(start_page(os.environ.get("REPOSITORY_URL")))
 
 
 # --- links -----------------------------------------------------------------------------------------------------------
@@ -222,6 +222,12 @@ def modules_page() -> str:
     rows = [f"| [{module}]({module}.md) | {first_sentence(file_of(module))} |" for module in modules()]
     below = ["\n```{toctree}\n:hidden:\n", *modules(), "```\n"]
     return "\n".join(["# The package shared\n", f"{intro}\n", "| module | what it holds |", "|---|---|", *rows, *below])
+
+
+def start_page(url: str | None) -> str:
+    """The book's start page, with a card for each chapter; `url` is the repository's address, if it is known."""
+    page = (BOOK / "index.md").read_text().replace("](../", "](").replace("<!-- chapters -->", cards())
+    return page.replace(BUILT_FROM, f"[{BUILT_FROM}]({url})") if url else page
 
 
 def cards() -> str:

@@ -13,7 +13,7 @@ from notebook_rules import ROOT, lessons, solutions
 sys.path.insert(0, str(ROOT / "book"))
 
 from pages import Page, Site
-from sources import run, terms
+from sources import BUILT_FROM, run, start_page, terms
 
 BENCHMARKS = [path.relative_to(ROOT) for path in sorted(ROOT.glob("benchmarks/results/*.md"))]
 
@@ -61,6 +61,11 @@ def test_a_lesson_says_how_to_run_it_and_leads_on(site, path):
     assert f"solutions/{name.name}.html" in links and "../glossary.html" in links
     assert 'class="next-page"' in shown and 'class="prev-page"' in shown
     assert any(link.endswith(f"/{path.name}") and "_downloads" in link for link in links)
+
+
+def test_the_start_page_links_the_repository_if_its_address_is_known():
+    assert BUILT_FROM in start_page(None) and f"[{BUILT_FROM}]" not in start_page(None)
+    assert f"[{BUILT_FROM}](https://example.org/me/workshop)" in start_page("https://example.org/me/workshop")
 
 
 def test_lessons_link_the_words_of_their_chapter_once(site):

@@ -183,6 +183,13 @@ def test_the_workshop_asks_for_what_shared_and_the_training_scripts_import():
         assert path.parent.name in ("on_ray", "checks") or imported(path) <= needed, path
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/scripts.md", "CHANGELOG.md"])
+def test_the_pages_name_the_pinned_versions(page):
+    pins = dict(re.findall(r"^(\w+)(?:\[.+\])?==(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    named = re.search(r"torch (\S+), Ray (\S+)(?:,| and) DeepSpeed (\d+\.\d+)", (ROOT / page).read_text())
+    assert named and named.groups() == tuple(pins[name] for name in ("torch", "ray", "deepspeed"))
+
+
 def test_importing_shared_never_imports_ray():
     """Apart from `shared.on_ray`, which is there for that."""
     names = [f"shared.{path.stem}" for path in SHARED if path.parent.name == "shared" and path.stem != "__init__"]

@@ -339,7 +339,7 @@ def exercise_3_2c(collectives: Callable[[int, int, bool, bool], tuple[int, int]]
 # --- Lesson 3.3: checkpoints in shards -------------------------------------------------------------------------------
 
 
-@exercise("3.3a", "any number of ranks reads what any number wrote, and reads no row twice.")
+@exercise("3.3a", "any number of ranks loads what any number wrote, and each reads only its own rows.")
 def exercise_3_3a(load_slice: Callable[..., torch.Tensor]) -> None:
     """load_slice(pieces, read, total_rows, world_size, rank) -> this rank's rows of a weight that other ranks wrote."""
     for num_rows, writers, world_size in ((12, 2, 3), (101, 2, 3), (101, 3, 2), (100, 4, 1), (10, 3, 4), (5, 2, 4)):
@@ -385,7 +385,7 @@ def _judge_slice(
     if not isinstance(seen, torch.Tensor):
         raise Wrong(f"{where}: return a tensor, not {seen!r}")
     if seen.shape != expected.shape:
-        hint = "fully_shard cuts as torch.chunk does: rank 0's number of rows for each rank, until none are left."
+        hint = "fully_shard cuts as torch.chunk does: each rank gets as many rows as rank 0, until none are left."
         if len(expected) == 0:
             hint = "This rank has no rows, but its slice still has columns: what does read(file, 0, 0) return?"
         elif len(seen) > len(expected):
@@ -553,7 +553,7 @@ def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
         if "raised" in seen:
             raise Wrong(
                 f"every rank had written its slice, and then rank {rank} failed to write 'complete'. save raised "
-                f"{seen['raised']!r} there, and the other ranks did not return False. How do they hear of it?"
+                f"{seen['raised']!r} there, and the other ranks did not return False. How do they learn of it?"
             )
     if failed:
         _judge_failure(failed, " when rank 0 failed to write 'complete'")
