@@ -118,8 +118,7 @@ class PairTask(Task):
 
     @staticmethod
     def load(args: Namespace) -> Splits:
-        tokenizer = pretrained.read_tokenizer(args.base)
-        config = pretrained.read_config(args.base)
+        config, tokenizer = pretrained.read_config(args.base), pretrained.read_tokenizer(args.base)
         rows = read_rows(args.data_file)
         parts = (rows, read_rows(args.val_file)) if args.val_file else split(rows)
         train, val = (Pairs(tokenize(part, tokenizer, config)) for part in parts)

@@ -3,13 +3,15 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from runs import ROOT, TORCHRUN
+from runs import ROOT, TORCHRUN, Fork, assert_bit_for_bit, refused_here
+from torch.distributed.checkpoint import FileSystemReader
 
 from shared.rendezvous import free_port
 
@@ -210,7 +212,7 @@ def other_bases(folder: Path, tokenizer) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def exported(base, rows, tokenizer, tmp_path_factory) -> dict[str, tuple[Path, Path, dict]]:
-    """Four architectures, fine-tuned on two ranks and exported: name -> (base, export, last metrics and what was said)."""
+    """Four architectures, tuned on two ranks and exported: name -> (base, export, last metrics with what was said)."""
     folder, commands = tmp_path_factory.mktemp("exported"), {}
     others = other_bases(folder / "bases", tokenizer)
     bases = {"llama": base, "adapter": base, "merged": base, **others, "merged bf16": others["qwen2"]}
@@ -324,7 +326,7 @@ def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
     and norms, are those of the undisturbed run, bit for bit. The checkpoint holds adapters and no base.
     """
     options = ["--base", base, "--data-file", rows[0], "--val-file", rows[1], "--batch-size", 8, "--accumulate", 2,
-        "--lora-rank", 4, "--lora-dropout", 0.2, "--epochs", 40, "--save-every-steps", 5, "--warmup-steps", 10,
+        "--lora-rank", 4, "--lora-dropout", 0.2, "--epochs", 8, "--save-every-steps", 5, "--warmup-steps", 10,
         "--max-grad-norm", 0.5]  # fmt: skip
     (tmp_path / "undisturbed").mkdir()
     undisturbed = Fork(2, tmp_path / "undisturbed", *options, "--num-workers", 0, script=FINETUNE)
@@ -336,6 +338,199 @@ def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
     assert run.text.count("continuing after step") == 1, run.text
     assert_bit_for_bit(run.metrics(), undisturbed.metrics())
     newest = max((tmp_path / "run").glob("checkpoint-*"))
-    size = sum(path.stat().st_size for path in newest.glob("*.distcp"))
-    adapters = 12 * 4 * sum(before.numel() for before in []) or size
-    assert size == adapters
+    saved = [key for key in FileSystemReader(newest).read_metadata().state_dict_metadata if key.startswith("model.")]
+    assert len(saved) == 28 and all(".lora_" in key for key in saved)  # A and B of 7 layers in 2 blocks
+    other = damaged(base, tmp_path / "other")
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (other / "model.safetensors").write_bytes(weights)
+    again = [*options, "--storage-path", tmp_path, "--run-name", "run", "--resume"]
+    error = refused_here(FINETUNE, *again, "--base", other)
+    assert "is of --base with weights" in error and "but this run asks for --base with weights" in error
+    error = refused_here(FINETUNE, *again, "--lora-rank", 2)
+    assert "is of --lora-rank 4, but this run asks for --lora-rank 2" in error
+
+
+# --- Refused ------------------------------------------------------------------------------------------------------
+
+
+def damaged(base: Path, folder: Path, drop: str = "", **config: object) -> Path:
+    """A copy of the base without the files that match `drop`, and with other values in config.json."""
+    shutil.copytree(base, folder)
+    for path in folder.glob(drop or "no file"):
+        path.unlink()
+    if config:
+        values = json.loads((folder / "config.json").read_text()) | config
+        (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+def without_tensor(base: Path, folder: Path) -> Path:
+    from safetensors.torch import load_file, save_file
+
+    path = damaged(base, folder) / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+def with_bytes(base: Path, folder: Path, change) -> Path:
+    path = damaged(base, folder) / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    return folder
+
+
+def with_pickle(base: Path, folder: Path) -> Path:
+    (damaged(base, folder, "*.safetensors") / "pytorch_model.bin").write_bytes(b"")
+    return folder
+
+
+def with_template(base: Path, folder: Path, template: str) -> Path:
+    (damaged(base, folder) / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def adapter_folder(base: Path, folder: Path) -> Path:
+    (damaged(base, folder, "config.json") / "adapter_config.json").write_text("{}")
+    return folder
+
+
+def several_files(base: Path, folder: Path, missing: str) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    damaged(base, folder, "model.safetensors")
+    AutoModelForCausalLM.from_pretrained(base).save_pretrained(folder, max_shard_size="60KB")
+    (folder / missing).unlink()
+    return folder
+
+
+def of_another_kind(folder: Path, tokenizer, kind: str) -> Path:
+    """A base whose tensors transformers renames or merges."""
+    from transformers import GPTNeoXConfig, MixtralConfig
+
+    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
+    config = {
+        "neox": lambda: GPTNeoXConfig(vocab_size=1024, **sizes, num_attention_heads=4),
+        "mixtral": lambda: MixtralConfig(**SMALL, **HEADS, num_local_experts=2),
+    }[kind]()
+    return save_base(folder, config, tokenizer)
+
+
+SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}{% endfor %}"
+)
+
+BASES = {
+    "no folder": (lambda base, folder, _: folder, "is no folder. A model of the hub is downloaded first: hf download"),
+    "no config": (lambda base, folder, _: damaged(base, folder, "config.json"), "has no config.json"),
+    "an adapter": (lambda base, folder, _: adapter_folder(base, folder), "It holds an adapter: merge it"),
+    "no tokenizer": (lambda base, folder, _: damaged(base, folder, "token*"), "has no tokenizer"),
+    "a pickle": (lambda base, folder, _: with_pickle(base, folder), "holds only pytorch_model.bin, a pickle"),
+    "no weights": (lambda base, folder, _: damaged(base, folder, "*.safetensors"), "holds no weights"),
+    "own code": (
+        lambda base, folder, _: damaged(base, folder, auto_map={"AutoModelForCausalLM": "model.Mine"}),
+        "brings its own Python code (auto_map in config.json), which is never run here",
+    ),
+    "an encoder": (
+        lambda base, folder, _: damaged(base, folder, architectures=["BertForMaskedLM"], model_type="bert"),
+        "holds BertForMaskedLM, which is no decoder that writes text",
+    ),
+    "quantized": (
+        lambda base, folder, _: damaged(base, folder, quantization_config={"quant_method": "gptq", "bits": 4}),
+        "is quantized",
+    ),
+    "a missing file": (
+        lambda base, folder, _: several_files(base, folder, "model-00002-of-00003.safetensors"),
+        "lacks model-00002-of-00003.safetensors, which model.safetensors.index.json names",
+    ),
+    "cut off": (
+        lambda base, folder, _: with_bytes(base, folder, lambda old: old[:-9]),
+        "model.safetensors is damaged or cut off",
+    ),
+    "a damaged header": (
+        lambda base, folder, _: with_bytes(base, folder, lambda old: old[:20] + b"#" + old[21:]),
+        "is damaged or cut off",
+    ),
+    "a missing tensor": (lambda base, folder, _: without_tensor(base, folder), "lacks model.norm.weight"),
+    "another shape": (
+        lambda base, folder, _: damaged(base, folder, intermediate_size=96),
+        "mlp.gate_proj.weight is [64, 32], but config.json says [96, 32]",
+    ),
+    "GPT-NeoX": (lambda base, folder, tokenizer: of_another_kind(folder, tokenizer, "neox"), "transformers renames or"),
+    "Mixtral": (lambda base, folder, tokenizer: of_another_kind(folder, tokenizer, "mixtral"), "transformers renames"),
+    "no end of a turn": (
+        lambda base, folder, _: with_template(base, folder, "{% for m in messages %}{{ loop.length }}{% endfor %}"),
+        "train.jsonl, line 1: ",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_a_base_is_refused_in_one_line(name, base, rows, tokenizer, tmp_path):
+    make, because = BASES[name]
+    folder = make(base, tmp_path / "base", tokenizer)
+    options = ["--base", folder, "--data-file", rows[0], "--storage-path", tmp_path / "runs"]
+    assert because in refused_here(FINETUNE, *options)
+    assert not (tmp_path / "runs").exists()
+
+
+PAIR = '{"prompt": "a", "completion": "b"}'
+
+
+@pytest.mark.parametrize(("line", "because"), [
+    ("{", "line 2: no JSON"),
+    ("[1]", 'line 2: a row is {"prompt": ..., "completion": ...} or {"messages": [...]}'),
+    ('{"prompt": "a"}', 'line 2: "completion" is missing, or is no text'),
+    ('{"prompt": 1, "completion": "b"}', 'line 2: "prompt" is missing, or is no text'),
+    ('{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),
+    ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
+    ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
+    (json.dumps({"prompt": "x" * 999, "completion": "b"}), "tokens, but the model takes 128"),
+])  # fmt: skip
+def test_a_row_is_refused_with_its_line(line, because, base, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(f"{PAIR}\n{line}\n")
+    error = refused_here(FINETUNE, "--base", base, "--data-file", tmp_path / "rows.jsonl")
+    assert "rows.jsonl, line 2: " in error and because in error
+
+
+def test_more_of_the_rows_are_refused(base, rows, tokenizer, tmp_path):
+    from transformers import LlamaConfig
+
+    file = tmp_path / "rows.jsonl"
+    file.write_text(f"{PAIR}\n{PAIR}\n")
+    assert "needs at least two different prompts" in refused_here(FINETUNE, "--base", base, "--data-file", file)
+    file.write_bytes(b"\xff\xfe")
+    assert "is no text in UTF-8" in refused_here(FINETUNE, "--base", base, "--data-file", file)
+    file.write_text("")
+    assert "holds no rows" in refused_here(FINETUNE, "--base", base, "--data-file", file)
+    assert "No such file" in refused_here(FINETUNE, "--base", base, "--data-file", tmp_path / "none.jsonl")
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file.write_text(json.dumps({"messages": chat}) + f"\n{PAIR}\n")
+    folder = with_template(base, tmp_path / "no system", SYSTEM)
+    assert "line 1: no system turns" in refused_here(FINETUNE, "--base", folder, "--data-file", file)
+    folder = damaged(base, tmp_path / "no template", "chat_template.jinja")
+    error = refused_here(FINETUNE, "--base", folder, "--data-file", file)
+    assert 'line 1: "messages" need a chat template, and this tokenizer has none' in error
+    config = LlamaConfig(**SMALL | {"vocab_size": 300}, **HEADS)
+    error = refused_here(FINETUNE, "--base", save_base(tmp_path / "few", config, tokenizer), "--data-file", rows[0])
+    assert "is beyond the model's 300 embeddings" in error
+
+
+def test_options_are_refused(base, rows, tmp_path):
+    data = ["--base", base, "--data-file", rows[0]]
+    (tmp_path / "there").mkdir()
+    for options, because in [
+        (["--export", tmp_path / "there"], "exists already; choose a new folder"),
+        (["--merge", "--export", tmp_path / "new"], "--merge goes with --export and --lora-rank"),
+        (["--merge", "--lora-rank", 2], "--merge goes with --export and --lora-rank"),
+        (["--lora-alpha", 2], "--lora-alpha goes with --lora-rank"),
+        (["--lora-dropout", 0.1], "--lora-dropout goes with --lora-rank"),
+        (["--lora-rank", 2, "--lora-targets", "q_proj,w_proj"], "no linear layer is called w_proj; use down_proj, "),
+        (["--accumulate", 3], "global batch 64 is not divisible by"),
+        (["--dataset", "digits"], "invalid choice: 'digits'"),
+        (["--model", "gpt"], "invalid choice: 'gpt'"),
+        (["--precision", "fp16"], "invalid choice: 'fp16'"),
+    ]:
+        assert because in refused_here(FINETUNE, *data, *options)
+    assert "--val-file goes with --data-file" in refused_here(FINETUNE, "--val-file", rows[1])
