@@ -114,7 +114,7 @@ class ImageSet:
 
 
 class EverySample(ray.train.DataConfig):
-    """A DataConfig that deals all rows. Ray's own drops up to N - 1 of them, so that N workers get equally many."""
+    """A DataConfig that deals every row. Ray's own drops up to N - 1, so that all N workers get the same number."""
 
     def configure(self, datasets: dict, world_size: int, worker_handles, worker_node_ids, **kwargs) -> list[dict]:
         shards = [{} for _ in range(world_size)]

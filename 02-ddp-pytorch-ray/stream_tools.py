@@ -62,7 +62,7 @@ def draw_owners(dealt: Mapping[str, Sequence[Sequence[int]]], num_samples: int, 
                 axes.broken_barh([(start, end - start)], (row - 0.3, 0.6), color=color, edgecolor="white")
         for lost in np.flatnonzero(owner < 0):
             axes.broken_barh([(lost - 4, 9)], (row - 0.44, 0.88), color=plots.COLORS[4], zorder=3)
-    counts = [f"{name}\n{len(first)} + {len(second)} rows" for name, (first, second) in dealt.items()]
+    counts = [f"{name}\n{len(first):,} + {len(second):,} rows" for name, (first, second) in dealt.items()]
     axes.set_yticks(range(len(dealt)), counts, fontsize=11)
     axes.set_xlim(-8, num_samples + 8)
     axes.invert_yaxis()

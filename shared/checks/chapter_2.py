@@ -328,7 +328,7 @@ try:
 except ValueError:
     ending = "ValueError"
 except RuntimeError as error:  # of a collective that the other rank has not joined
-    ending = f"RuntimeError: {error}"
+    ending = f"RuntimeError: {error}".partition(". ")[0]  # its first sentence
 report = {"ending": ending, "steps": len(steps), "weights": model.weight.flatten().tolist()}
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump(report, file)
@@ -381,7 +381,7 @@ def exercise_2_3b(script: str | Path) -> None:
         where = "the streams have 1 and 3 batches, and every image can be read, but on"
         if report["ending"] != "returns":
             hint = "Does every rank call every collective in every step?"
-            raise Wrong(f"{where} rank {rank} train_epoch ends with {report['ending'][:120]}. {hint}")
+            raise Wrong(f"{where} rank {rank} train_epoch ends with {report['ending'][:200]}. {hint}")
         if report["steps"] != 3:
             raise Wrong(f"{where} rank {rank} the optimizer takes {report['steps']} steps, expected 3")
         if not all(map(math.isclose, report["weights"], train_on_one_process(sizes))):
@@ -393,7 +393,7 @@ def exercise_2_3b(script: str | Path) -> None:
         raise Wrong("rank 1 cannot read an image, and both ranks return as if the epoch were complete")
     for rank, ending in enumerate(endings):
         if ending.startswith("RuntimeError"):
-            raise Wrong(f"rank 1 cannot read an image, and on rank {rank} train_epoch ends with {ending[:120]}")
+            raise Wrong(f"rank 1 cannot read an image, and on rank {rank} train_epoch ends with {ending[:200]}")
         if ending == "returns":
             raise Wrong(f"rank 1 cannot read an image, and rank {rank} returns. How could it know of the error?")
     steps = [report["steps"] for report in reports]
