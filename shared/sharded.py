@@ -17,10 +17,10 @@ from shared.errors import UsageError
 def save_sharded(folder: str | Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Write this rank's slices of weights and optimizer state into `folder`. Collective.
 
-    torch.distributed.checkpoint writes them. Frozen weights are left out. Each node may have a different folder: all
-    their files together are the checkpoint. The optimizer must have taken a step. Otherwise torch takes a step itself, with a learning rate of 0, to
-    have something to save. Adam counts that step, so the training would change. Raises UsageError, on every rank, if
-    weights are not finite.
+    torch.distributed.checkpoint writes them, without frozen weights. Each node may have a different folder: all their
+    files together are the checkpoint. The optimizer must have taken a step. Otherwise torch takes a step itself, with a
+    learning rate of 0, to have something to save. Adam counts that step, so the training would change. Raises
+    UsageError, on every rank, if weights are not finite.
     """
     import torch.distributed.checkpoint as dcp  # takes half a second to import
 

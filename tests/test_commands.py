@@ -52,7 +52,7 @@ SAID = "(run this in that folder)"  # before a block: it is to be run in the wor
 # What a reader has or makes: such paths need not be here.
 READERS_OWN = re.compile(
     r"[a-z0-9]+://.*|/(mnt|tmp|shared)(/.*)?|~/(job|classifier|\.ray-cluster/env)/?.*|runs/RUN|lines\.txt|reviews\.csv"
-    r"|record\.json|wheelhouse|config-best|registry\.example\.com/.*|rayproject/.*|kuberay/kuberay-operator"
+    r"|record\.json|rows\.jsonl|base|wheelhouse|config-best|registry\.example\.com/.*|rayproject/.*|kuberay/kuberay-operator"
     r"|raycluster/training|svc/.*|RAY_IMAGE=.*|nvidia\.com/gpu"
 )
 # Programs that are not on every machine, or that cannot be asked whether they would take a command: bash checks the
@@ -68,6 +68,7 @@ ONLY_SHAPE = {
     "git": "the address is the reader's",
     "grep": "reads what comes before it",
     "helm": "not on every machine",
+    "hf": "downloads from the hub",
     "kill": "bash's own",
     "kubectl": "not on every machine; knows its objects from a cluster",
     "mkdir": "makes what is named",
@@ -220,7 +221,7 @@ def reached(*_: object, **__: object) -> None:
 # These check more than argparse can: a program goes on until it would touch something.
 GOES_ON = {
     "train_ddp", "train_ray_ddp", "train_ray_ddp_with_ray_data", "train_ray_fsdp2", "train_ray_deepspeed",
-    "local_training", "distributed_training", "tune", "predict",
+    "train_ray_finetune", "local_training", "distributed_training", "tune", "predict",
 }  # fmt: skip
 
 
@@ -624,6 +625,15 @@ RUN_BY = {
     ),
     r"python .*train_ray_ddp\.py --num-workers 2 --dataset text": "03-fsdp-deepspeed/05_choosing.ipynb",
     r"python train_ray_deepspeed\.py --num-workers 2 .*": "03-fsdp-deepspeed/04_deepspeed_zero.ipynb",
+    r"python train_ray_finetune\.py --num-workers 2 --export tuned": (
+        "tests/test_finetune.py::test_the_default_base_and_rows"
+    ),
+    r"python train_ray_finetune\.py --num-workers 2 --lora-rank .*": (
+        "tests/test_finetune.py::test_an_export_answers_as_the_run_has_measured"
+    ),
+    r"python train_ray_finetune\.py --num-workers 2 --base .*": (
+        "tests/test_finetune.py::test_a_merged_export_is_base_and_adapter_in_one"
+    ),
     r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"python elastic\.py .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
@@ -775,6 +785,8 @@ FIRST = {
     ("02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ray_images"}),
     ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", set()),
     ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ds_settings", "zero"}),
+    ("03-fsdp-deepspeed/train_ray_finetune.py", "02-ddp-pytorch-ray/train_ray_ddp.py",
+     {"pairs", "pretrained", "tiny_base"}),
 ])  # fmt: skip
 def test_what_travels_is_what_the_page_says(script, before, named):
     path = ROOT / script

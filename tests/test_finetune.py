@@ -213,6 +213,8 @@ def other_bases(folder: Path, tokenizer) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def exported(base, rows, tokenizer, tmp_path_factory) -> dict[str, tuple[Path, Path, dict]]:
     """Four architectures, tuned on two ranks and exported: name -> (base, export, last metrics with what was said)."""
+    import tiny_base
+
     folder, commands = tmp_path_factory.mktemp("exported"), {}
     others = other_bases(folder / "bases", tokenizer)
     bases = {"llama": base, "adapter": base, "merged": base, **others, "merged bf16": others["qwen2"]}
@@ -222,9 +224,17 @@ def exported(base, rows, tokenizer, tmp_path_factory) -> dict[str, tuple[Path, P
         more = ["--lora-rank", 4, *adapters[name]] if name in adapters else []
         files = ["--metrics-out", folder / f"{name}.jsonl", "--export", folder / name]
         commands[name] = [FINETUNE, "--base", path, *options, *more, *files, "--num-workers", 0]
-    folders = launch(2, folder / "commands", commands)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_base, "STEPS", 2)  # its weights are of no matter here
+        tiny_base.make(folder / "data", print)
+    own = ["--data-dir", folder / "data", "--max-steps", 3, "--num-workers", 0, "--export", folder / "own"]
+    commands["own"] = [FINETUNE, *own, "--metrics-out", folder / "own.jsonl"]
+    zero3 = [ROOT / "tests/zero3_from_readme.py", base, rows[0], folder / "zero3.json", 1e-2]
+    folders = launch(2, folder / "commands", commands | {"zero3": zero3})
+    bases["own"] = folder / "data/tiny-llama"
     metrics = {name: json.loads((folder / f"{name}.jsonl").read_text().splitlines()[-1]) for name in bases}
     said = {name: (folders[name] / "0.err").read_text() for name in bases}
+    metrics["llama"]["zero3"] = json.loads((folder / "zero3.json").read_text())
     return {name: (path, folder / name, {**metrics[name], "said": said[name]}) for name, path in bases.items()}
 
 
@@ -316,6 +326,32 @@ def test_merging_into_bfloat16_says_what_rounding_swallows(exported):
     assert 0.01 < share < 0.99
     assert f"rounding left {share:.1%} of the adapted weights as they were" in metrics["said"]
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - set(adapted))
+
+
+def test_the_default_base_and_rows(exported, capsys):
+    """They are made once, no line of Python is in both files, and an export is a base of the same kind."""
+    import pretrained
+    import tiny_base
+
+    base, export, metrics = exported["own"]
+    assert pretrained.weight_files(export) == pretrained.weight_files(base)
+    train, val = (
+        [json.loads(line)["prompt"] for line in (base.parent / name).read_text().splitlines()]
+        for name in tiny_base.PAIRS
+    )
+    assert len(set(train)) == len(train) > 4000 and len(set(val)) == len(val) > 1000 and not set(train) & set(val)
+    assert metrics["samples_seen"] == 3 * 64 and "' -> '" in metrics["said"]
+    tiny_base.make(base.parent)
+    assert capsys.readouterr().out == ""
+
+
+def test_zero_3_as_on_the_page_computes_the_same(exported):
+    """The README's block, over two epochs of four steps."""
+    losses = exported["llama"][2]["zero3"]
+    lines = (exported["llama"][1].parent / "llama.jsonl").read_text().splitlines()[:2]
+    expected = [loss for line in lines for loss in json.loads(line)["step_losses"]]
+    assert len(losses) == len(expected) == 8
+    assert losses == pytest.approx(expected, abs=1e-5)
 
 
 # --- Killed -------------------------------------------------------------------------------------------------------
