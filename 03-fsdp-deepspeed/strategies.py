@@ -66,7 +66,7 @@ class TorchRun:
         self.optimizer.zero_grad()
 
     def kept(self) -> list[torch.Tensor]:
-        """Return the tensors of state that this rank keeps."""
+        """Return the state tensors that this rank keeps."""
         return measure.state_tensors(self.bare, self.optimizer)
 
     def save(self, folder: str) -> None:
@@ -109,7 +109,7 @@ class ZeroRun:
         self.model.step()
 
     def kept(self) -> list[torch.Tensor]:
-        """Return the tensors of state that this rank keeps."""
+        """Return the state tensors that this rank keeps."""
         return zero.state_tensors(self.model)
 
     def save(self, folder: str) -> None:
@@ -169,7 +169,7 @@ def train(run: TorchRun | ZeroRun, num_steps: int, worker: Worker) -> dict:
 
 
 def save(run: TorchRun | ZeroRun) -> dict:
-    """Save the run three times, and return the bytes of all ranks' files ("saved") and the fastest seconds ("save_s").
+    """Save the run three times. Return the bytes of all ranks' files ("saved") and the shortest time ("save_s").
 
     A library may use the first save to prepare later ones, and Python's garbage collector may interrupt one of them.
     """

@@ -28,7 +28,7 @@ def pairs(predicted: Mapping[str, float], measured: Mapping[str, float], title: 
 
 
 def over_ranks(ranks: Sequence[int], series: Mapping[str, Sequence[float]], title: str) -> Axes:
-    """Draw one line per strategy: bytes per parameter over the number of ranks, on a logarithmic axis."""
+    """Draw one line per strategy: bytes per parameter against the number of ranks, on a logarithmic axis."""
     axes = plots.new_axes(title, "ranks", "bytes per parameter", size=(5.6, 3.4))
     for name, values in series.items():
         axes.plot(ranks, values, "o-", label=name)

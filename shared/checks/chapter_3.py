@@ -804,13 +804,13 @@ def exercise_3_5a(script: str | Path) -> None:
 def exercise_3_5b(decide: Callable[[], dict[str, str]]) -> None:
     """decide() -> for each job in five_jobs.json what its owner should change first."""
     expected = {
-        "A": "own buckets", "B": "use DDP", "C": "nothing", "D": "reduce once", "E": "checkpoint activations"
+        "A": "change the default", "B": "use DDP", "C": "nothing", "D": "reduce once", "E": "checkpoint activations"
     }  # fmt: skip
     evidence = {  # what to look at for each answer that is wrong
         "nothing": "Divide what a rank sends by (N-1)/N x 4 bytes per parameter. If it is more than 2, ask why.",
         "use DDP": "DDP keeps 16 bytes per parameter. With that in place of the job's state, does the peak still fit?",
-        "own buckets": "With that setting on, gradients travel by all-reduce although each rank owns a part of them. "
-        "How much state does a rank keep, and which collectives does the job call?",
+        "change the default": "With DeepSpeed's default, gradients travel by all-reduce, although each rank owns a "
+        "part of them. How much state does a rank keep, and which collectives does the job call?",
         "reduce once": "How many micro-batches does a step have?",
         "checkpoint activations": "Is the peak above the limit?",
     }
