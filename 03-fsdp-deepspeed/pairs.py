@@ -11,7 +11,6 @@ from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import jinja2
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -361,8 +360,9 @@ def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[li
             tokens, answer = (
                 tokenize_turns(row, tokenizer) if tokenizer.chat_template else tokenize_pair(row, tokenizer)
             )
-        except (ValueError, jinja2.TemplateError) as error:
-            raise ValueError(f"{place}: {error}") from error
+        except Exception as error:  # a template raises Jinja's errors, and one that it likes
+            reason, _, _ = str(error).partition("\n")
+            raise ValueError(f"{place}: {reason}") from error
         if longest and len(tokens) > longest:
             raise ValueError(f"{place}: {len(tokens)} tokens, but the model takes {longest}")
         if tokens and max(tokens) >= num_embeddings:

@@ -52,7 +52,7 @@ SAID = "(run this in that folder)"  # before a block: it is to be run in the wor
 # What a reader has or makes: such paths need not be here.
 READERS_OWN = re.compile(
     r"[a-z0-9]+://.*|/(mnt|tmp|shared)(/.*)?|~/(job|classifier|\.ray-cluster/env)/?.*|runs/RUN|lines\.txt|reviews\.csv"
-    r"|record\.json|rows\.jsonl|base|wheelhouse|config-best|registry\.example\.com/.*|rayproject/.*|kuberay/kuberay-operator"
+    r"|record\.json|rows\.jsonl|base|Qwen/.*|wheelhouse|config-best|registry\.example\.com/.*|rayproject/.*|kuberay/kuberay-operator"
     r"|raycluster/training|svc/.*|RAY_IMAGE=.*|nvidia\.com/gpu"
 )
 # Programs that are not on every machine, or that cannot be asked whether they would take a command: bash checks the
@@ -221,7 +221,7 @@ def reached(*_: object, **__: object) -> None:
 # These check more than argparse can: a program goes on until it would touch something.
 GOES_ON = {
     "train_ddp", "train_ray_ddp", "train_ray_ddp_with_ray_data", "train_ray_fsdp2", "train_ray_deepspeed",
-    "train_ray_finetune", "local_training", "distributed_training", "tune", "predict",
+    "local_training", "distributed_training", "tune", "predict",
 }  # fmt: skip
 
 

@@ -92,7 +92,9 @@ def packages(requirements: Iterable[str]) -> set[str]:
     return {canonicalize_name(Requirement(each).name) for each in requirements}
 
 
-LOCAL = {"shared", "training", "ray_images", "ds_settings", "zero", "train_ddp"}
+LOCAL = {
+    "shared", "training", "ray_images", "ds_settings", "zero", "train_ddp", "pairs", "pretrained", "tiny_base",
+}  # fmt: skip
 
 
 def imported(path: Path, on_import: bool = False) -> set[str]:
