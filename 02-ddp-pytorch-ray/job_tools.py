@@ -99,7 +99,7 @@ def draw_two_kills(undisturbed: Sequence[float], killed: Sequence[float], resume
     Each point is the mean of 40 steps.
     resumed_after: the steps after which the second and the third set of workers have continued.
     """
-    axes = plots.new_axes("", "step", "cross entropy", size=(6, 3.8))
+    axes = plots.new_axes("", "step", "cross entropy, mean of 40 steps", size=(6, 3.8))
     axes.set_title("Three sets of workers, one curve", loc="left", fontsize=14)
     axes.plot(*mean_losses(undisturbed), color="#c9c9c9", linewidth=9, label="undisturbed, under torchrun")
     ends = [0, *resumed_after, len(killed)]

@@ -93,11 +93,11 @@ def test_2_5a_accepts(port, capsys):
 WRONG = {
     "no failure permitted": (
         {"exit_code": 1, "epochs": [0, 1, 2], "losses": None, "errors": DRIVER + KILLED},
-        "the run ended as a worker died in epoch 2: how many failures does your RunConfig permit?",
+        "the run ended when a worker died in epoch 2: how many failures does your RunConfig permit?",
     ),
     "no failure permitted, and both ranks report": (
         {"exit_code": 1, "epochs": [0, 1, 2], "losses": None, "errors": DRIVER + DISCONNECTED + KILLED},
-        "the run ended as a worker died in epoch 2: how many failures does your RunConfig permit?",
+        "the run ended when a worker died in epoch 2: how many failures does your RunConfig permit?",
     ),
     "an error": (
         {"exit_code": 1, "epochs": [], "crashed": False, "losses": None, "errors": "NameError: name 'worker' is ..."},
@@ -120,7 +120,7 @@ WRONG = {
     "the last epoch again": ({"epochs": [0, 1, 2, 1, 2, 3]}, "the first epoch that is not done"),
     "a relative path": ({"losses": None}, "give it an absolute path"),
     "the losses of the second attempt": ({"losses": LOSSES[2:]}, "2 losses, expected 4: keep those of the first"),
-    "weights alone": ({"losses": [2.0, 1.5, 1.25, 1.3]}, "the loss of epoch 3 is 1.3, expected 1.125. It is after"),
+    "weights alone": ({"losses": [2.0, 1.5, 1.25, 1.3]}, "the loss of epoch 3 is 1.3, expected 1.125. This epoch"),
     "the whole batch on both": ({"losses": [1.9, 1.4, 1.2, 1.1]}, "the loss of epoch 0 is 1.9, expected 2. Do both"),
 }
 

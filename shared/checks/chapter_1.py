@@ -649,8 +649,8 @@ def check_step_losses(seen: list[float], expected: list[float], same_weights: bo
         cause = "The weights are right, so the training is. Is the recorded loss the mean over BOTH ranks' samples?"
     elif first == 0:
         cause = (
-            "Do you record the mean over BOTH ranks' samples, or one rank's own? Are the first weights the same? Do "
-            "both ranks together see the samples of this step in alone.py?"
+            "Do you record the mean over BOTH ranks' samples, or one rank's own? Are the initial weights the same? "
+            "Do both ranks together see the samples of this step in alone.py?"
         )
     elif first == 1 and difference < 1e-3:  # without DDP it is 3e-2; a factor of 2 gives 4e-7, of 32 gives 5e-6
         cause = "The first step is right: are its gradients too large or too small by a factor? Adam hides most of it."

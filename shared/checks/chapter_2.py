@@ -665,7 +665,9 @@ def exercise_2_5a(script: str | Path) -> None:
             if error := error_of_driver(errors):
                 raise Wrong(f"the script failed{' after the restart' if crashed else ''}: {error}")
             if crashed:
-                raise Wrong("the run ended as a worker died in epoch 2: how many failures does your RunConfig permit?")
+                raise Wrong(
+                    "the run ended when a worker died in epoch 2: how many failures does your RunConfig permit?"
+                )
             expect_success(exit_code, errors)
         if not crashed:
             raise Wrong("no worker died: are there two, and does each call begin_epoch with its rank in every epoch?")
@@ -683,9 +685,9 @@ def exercise_2_5a(script: str | Path) -> None:
     if len(seen) != len(expected):
         raise Wrong(f"{len(seen)} losses, expected {len(expected)}: keep those of the first attempt, too")
     for epoch, pair in enumerate(zip(seen, expected, strict=True)):
-        hint = "Do both workers together train on the samples of ddp.py, from the same first weights?"
+        hint = "Do both workers together train on the samples of ddp.py, from the same initial weights?"
         if epoch >= 2:
-            hint = "It is after the restart: what else, apart from the weights, decides where a step goes?"
+            hint = "This epoch comes after the restart: what else, apart from the weights, decides where a step goes?"
         expect_close(*pair, f"the loss of epoch {epoch}", tolerance=1e-9, hint=hint)
 
 
