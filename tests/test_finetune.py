@@ -218,7 +218,10 @@ def exported(base, rows, tokenizer, tmp_path_factory) -> dict[str, tuple[Path, P
     folder, commands = tmp_path_factory.mktemp("exported"), {}
     others = other_bases(folder / "bases", tokenizer)
     bases = {"llama": base, "adapter": base, "merged": base, **others, "merged bf16": others["qwen2"]}
+    bases |= {"dropout": base, "dropout, evaluated": base}
+    dropout = ["--lora-dropout", 0.3, "--epochs", 4]
     adapters = {"adapter": [], "merged": ["--merge"], "merged bf16": ["--merge", "--precision", "bf16", "--lr", 1e-3]}
+    adapters |= {"dropout": dropout, "dropout, evaluated": [*dropout, "--eval-every-steps", 2]}
     for name, path in bases.items():
         options = ["--data-file", rows[0], "--val-file", rows[1], "--batch-size", 16, "--max-steps", 12, "--lr", 1e-2]
         more = ["--lora-rank", 4, *adapters[name]] if name in adapters else []
@@ -326,6 +329,24 @@ def test_merging_into_bfloat16_says_what_rounding_swallows(exported):
     assert 0.01 < share < 0.99
     assert f"rounding left {share:.1%} of the adapted weights as they were" in metrics["said"]
     assert all(torch.equal(before[name], after[name]) for name in before.keys() - set(adapted))
+
+
+def test_evaluations_and_answers_change_nothing_that_training_draws(exported):
+    """With dropout, in all ranks' random numbers; the last evaluation is the one at the end of the epoch."""
+    (quiet, evaluated) = (exported[name][2] for name in ("dropout", "dropout, evaluated"))
+    assert quiet["step_losses"] == evaluated["step_losses"] and quiet["val_loss"] == evaluated["val_loss"]
+    assert quiet["step_losses"] != exported["adapter"][2]["step_losses"]
+    assert "evaluations" not in quiet and [each["step"] for each in evaluated["evaluations"]] == [10]
+
+
+def test_a_frozen_base_in_bfloat16_takes_two_bytes_a_weight(exported):
+    """It is stored and computed in bfloat16; the adapters take 16 bytes a weight."""
+    from transformers import AutoModelForCausalLM
+
+    base, _, metrics = exported["merged bf16"]
+    weights = AutoModelForCausalLM.from_pretrained(base).num_parameters()
+    adapters = 2 * 4 * (4 * 32 + 2 * (32 + 16) + 3 * (32 + 64))  # A: blocks x rank x (in + out) of q, o, k, v and MLP
+    assert metrics["state_bytes_per_rank"] == pytest.approx((2 * weights + 16 * adapters) / 2, rel=0.02)
 
 
 def test_the_default_base_and_rows(exported, capsys):
