@@ -9,7 +9,7 @@ import shutil
 import warnings
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -324,14 +324,14 @@ def write_model(model: nn.Module, base: Path, folder: Path, worker: Worker) -> N
             if not files:  # one file has no index
                 (folder / INDEX).unlink()
                 next(folder.glob("*.safetensors")).rename(folder / WEIGHTS)
-            for path in base.iterdir():
-                is_weights = path.suffix in (".safetensors", *PICKLES) or path.name == INDEX
-                if path.is_file() and not is_weights and path.name != "README.md":  # that one describes the base
-                    shutil.copy(path, folder)
+            copy_files(base, folder)
 
 
 def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worker) -> None:
-    """Write the adapter as `PeftModel.save_pretrained` does. Its tensors are gathered one at a time. Collective."""
+    """Write the adapter as `PeftModel.save_pretrained` does, with the tokenizer. Collective.
+
+    Its tensors are gathered one at a time.
+    """
     state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     whole = {name: tensor.full_tensor().cpu() for name, tensor in state.items()}
     with fail_together():
@@ -340,6 +340,15 @@ def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worke
             config = model.peft_config["default"]
             config.base_model_name_or_path, config.inference_mode = base.name, True
             config.save_pretrained(folder)
+            copy_files(base, folder, but=("config.json", "generation_config.json"))
+
+
+def copy_files(base: Path, folder: Path, but: Sequence[str] = ()) -> None:
+    """Copy what the base has beside its weights: configuration, tokenizer, template. Its README.md describes the base."""
+    for path in base.iterdir():
+        is_weights = path.suffix in (".safetensors", *PICKLES) or path.name == INDEX
+        if path.is_file() and not is_weights and path.name not in ("README.md", *but):
+            shutil.copy(path, folder)
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
 """train_ray_finetune.py, with what a test has to see recorded: recorded_finetune.py FILE OPTIONS...
 
-FILE gets from rank 0 the trainable weights before the first step, and every gradient of each step, all whole. Each rank
-adds to FILE.RANK.json the most bytes that tensors took while the base was read, and while it was written, beyond those
-that lived before.
+FILE gets from rank 0 the trainable weights before the first step, and every gradient of each step, all whole, and the
+logits of 40 tokens before the export. Each rank writes to FILE.RANK.json the most bytes that tensors took while the
+base was read, and while the model was written, beyond those that lived before.
 """
 
 import json
@@ -78,6 +78,14 @@ def main() -> None:
     register_optimizer_step_pre_hook(before_step)
     for name in ("fill", "export"):
         setattr(pretrained, name, measured(getattr(pretrained, name), name, peaks))
+    export = pretrained.export
+
+    def logits_then_export(model: torch.nn.Module, *args: object) -> None:
+        with torch.no_grad():
+            recorded["logits"] = model(input_ids=torch.arange(40)[None], use_cache=False).logits
+        export(model, *args)
+
+    pretrained.export = logits_then_export
     runpy.run_path(str(FINETUNE), run_name="__main__")
     rank = int(os.environ.get("RANK", 0))
     Path(f"{file}.{rank}.json").write_text(json.dumps(peaks))

@@ -99,11 +99,12 @@ STEPS = ("--precision", "fp64", "--batch-size", 16, "--accumulate", 2, "--epochs
 
 
 @pytest.fixture(scope="module", params=[1, 2, 4])
-def recorded(request, base, rows, tmp_path_factory) -> dict[str, tuple[dict, list[dict], list[dict]]]:
+def recorded(request, base, rows, tmp_path_factory) -> dict[str, tuple[dict, list[dict], list[dict], Path]]:
     """What recorded_finetune.py says of a full and a LoRA run in float64: recorded, metrics, peaks; and the export."""
     folder, commands = tmp_path_factory.mktemp(f"ranks{request.param}"), {}
     data = ("--base", base, "--data-file", rows[0], "--val-file", rows[1])
-    for name, more in (("full", ()), ("lora", (*LORA, "--merge"))):
+    kinds = [("full", ()), ("lora", (*LORA, "--merge")), ("float32", ("--precision", "fp32"))]
+    for name, more in kinds[: 3 if request.param == 2 else 2]:  # float32 for one number of ranks
         files = ("--metrics-out", folder / f"{name}.jsonl", "--export", folder / f"{name}-export")
         commands[name] = [RECORDED, folder / f"{name}.pt", *data, *STEPS, *more, *files]
     launch(request.param, folder / "commands", commands)
@@ -112,6 +113,7 @@ def recorded(request, base, rows, tmp_path_factory) -> dict[str, tuple[dict, lis
             torch.load(folder / f"{name}.pt", weights_only=True),
             [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()],
             [json.loads((folder / f"{name}.pt.{rank}.json").read_text()) for rank in range(request.param)],
+            folder / f"{name}-export",
         )
         for name in commands
     }
@@ -159,7 +161,7 @@ def plain_gradients(base: Path, file: Path, tokenizer, lora: bool, before: list[
 
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_every_gradient_is_that_of_a_plain_process(name, recorded, base, rows, tokenizer):
-    seen, metrics, _ = recorded[name]
+    seen, metrics, *_ = recorded[name]
     expected = plain_gradients(base, rows[0], tokenizer, name == "lora", seen["before"])
     assert len(seen["gradients"]) == len(expected) == 8
     for ours, plain in zip(seen["gradients"], expected, strict=True):
@@ -171,13 +173,23 @@ def test_every_gradient_is_that_of_a_plain_process(name, recorded, base, rows, t
     assert norms == pytest.approx(whole, rel=1e-9)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("recorded", [2], indirect=True)
+def test_an_export_in_float32_has_the_logits_of_the_run_bit_for_bit(recorded):
+    from transformers import AutoModelForCausalLM
+
+    seen, _, _, export = recorded["float32"]
+    model = AutoModelForCausalLM.from_pretrained(export)
+    assert torch.equal(model(input_ids=torch.arange(40)[None], use_cache=False).logits, seen["logits"])
+
+
 @pytest.mark.parametrize("name", ["full", "lora"])
 def test_bytes(name, recorded, base):
     """State: 16 bytes a weight in float32, here 32; with LoRA 8 a frozen weight. While the base is read and the model
     written: at most a shard, one tensor and a megabyte."""
     from transformers import AutoModelForCausalLM
 
-    seen, metrics, peaks = recorded[name]
+    seen, metrics, peaks, _ = recorded[name]
     weights = [parameter.numel() for parameter in AutoModelForCausalLM.from_pretrained(base).parameters()]
     trained = sum(value.numel() for value in seen["before"])
     world_size = metrics[0]["world_size"]
@@ -188,6 +200,59 @@ def test_bytes(name, recorded, base):
     for peak in peaks:
         assert peak["fill"] <= largest + 2**20
         assert peak["export"] <= shard + largest + 2**20
+
+
+# --- Rows ---------------------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+
+
+def test_an_answer_is_each_assistant_turn_and_its_end_token(tokenizer, monkeypatch):
+    """With a template that writes a newline after the end token: `generate` never gets to write it."""
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    chat = [{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four five")]]  # fmt: skip
+    tokens, answer = pairs.tokenize_turns(chat, tokenizer)
+    written = [tokenizer.decode([token]) for token in tokens]
+    assert "".join(written) == (
+        "<|user|>\none<|end|>\n<|assistant|>\ntwo<|end|>\n<|user|>\nthree<|end|>\n<|assistant|>\nfour five<|end|>\n"
+    )
+    parts = "".join(text if counts else "|" for text, counts in zip(written, answer, strict=True))
+    assert [part for part in parts.split("|") if part] == ["two<", "end", ">", "four five<", "end", ">"]
+    assert len(tokens) == len(answer) and not answer[-1]
+    assert pairs.tokenize_turns(("one", "two"), tokenizer) == pairs.tokenize_turns(chat[:2], tokenizer)
+
+
+def test_without_a_template_prompt_and_completion_are_tokenized_apart(tokenizer):
+    """As `generate` sees the prompt. "x = " and "1" together would be other tokens."""
+    import pairs
+
+    tokens, answer = pairs.tokenize_pair(("x = ", "1"), tokenizer)
+    apart = [*tokenizer("x = ")["input_ids"], *tokenizer("1")["input_ids"], tokenizer.eos_token_id]
+    assert tokens == apart and sum(answer) == len(tokenizer("1")["input_ids"]) + 1 and answer[-1]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}" + CHATML)
+    with pytest.raises(ValueError, match="writes a turn differently once others follow it"):
+        pairs.tokenize_turns(("one", "two"), tokenizer)
+
+
+def test_a_tenth_is_for_validation_and_equal_prompts_stay_together():
+    import pairs
+
+    rows = [(f"line {number}", (f"prompt {number % 70}", f"answer {number}")) for number in range(200)]
+    train, val = pairs.split(rows)
+    assert sorted(train + val) == sorted(rows) and 20 <= len(val) <= 22
+    assert not {prompt for _, (prompt, _) in train} & {prompt for _, (prompt, _) in val}
+    assert pairs.split(rows) == (train, val)
 
 
 # --- Exported, and loaded in another process ----------------------------------------------------------------------
@@ -246,11 +311,10 @@ def load_exported(name: str, base: Path, export: Path) -> tuple[object, object]:
     import peft
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = base if name == "adapter" else export
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(base if name == "adapter" else export, dtype=torch.float32)
     if name == "adapter":
         model = peft.PeftModel.from_pretrained(model, export)
-    return model.eval(), AutoTokenizer.from_pretrained(folder)
+    return model.eval(), AutoTokenizer.from_pretrained(export)
 
 
 @torch.no_grad()
