@@ -310,7 +310,7 @@ def write_model(model: nn.Module, base: Path, folder: Path, worker: Worker) -> N
     Each rank writes its slices, and rank 0 joins them, one tensor at a time.
     """
     dtype = read_config(base).dtype or torch.float32
-    files = json.loads((base / INDEX).read_text())["weight_map"] if (base / INDEX).is_file() else {}
+    files = {} if (base / WEIGHTS).is_file() else json.loads((base / INDEX).read_text())["weight_map"]
     numbers = {name: number for number, name in enumerate(sorted(set(files.values())), start=1)}
     tensors = {name: tensor.detach().to(dtype) for name, tensor in base_tensors(model).items()}
     writer = HuggingFaceStorageWriter(
@@ -344,7 +344,7 @@ def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worke
 
 
 def copy_files(base: Path, folder: Path, but: Sequence[str] = ()) -> None:
-    """Copy what the base has beside its weights: configuration, tokenizer, template. Its README.md describes the base."""
+    """Copy the base's configuration, tokenizer and template. Its README.md is left out: it describes the base."""
     for path in base.iterdir():
         is_weights = path.suffix in (".safetensors", *PICKLES) or path.name == INDEX
         if path.is_file() and not is_weights and path.name not in ("README.md", *but):
