@@ -252,7 +252,7 @@ def check(args: Namespace, driver: Worker) -> dict:
     pretrained.build(args, torch.float32)
     return {
         "base": f"with weights {pretrained.checksum(args.base)}",
-        "rows": f"{splits.train.checksum():08x}",
+        "data_file": f"with rows {splits.train.checksum():08x}",
         "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
         "lora_dropout": args.lora_dropout, "accumulate": args.accumulate, "max_grad_norm": args.max_grad_norm,
         "warmup_steps": args.warmup_steps,
@@ -291,7 +291,9 @@ def read_rows(file: str | Path) -> list[tuple[str, Turns | tuple[str, str]]]:
                     place = f"{Path(file).name}, line {number}"
                     rows.append((place, parse_row(line, place)))
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file} is no text in UTF-8: {error}") from error
+        raise ValueError(f"{file} is not text in UTF-8: {error}") from error
+    except OSError as error:
+        raise OSError(f"cannot read the rows in {file}: {error.strerror}") from error
     if not rows:
         raise ValueError(f"{file} holds no rows")
     return rows
@@ -302,8 +304,8 @@ def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: no JSON: {error}") from error
-    if not isinstance(row, dict):
+        raise ValueError(f"{place}: not JSON, with one row per line ({error})") from error
+    if not isinstance(row, dict) or not row.keys() & {"prompt", "completion", "messages"}:
         raise ValueError(f'{place}: a row is {{"prompt": ..., "completion": ...}} or {{"messages": [...]}}')
     if "messages" in row:
         turns = row["messages"]
@@ -318,7 +320,7 @@ def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
         return turns
     for name in ("prompt", "completion"):
         if not isinstance(row.get(name), str):
-            raise ValueError(f'{place}: "{name}" is missing, or is no text')
+            raise ValueError(f'{place}: "{name}" is missing, or is not text')
     if not row["completion"].strip():
         raise ValueError(f"{place}: the completion is empty")
     return row["prompt"], row["completion"]

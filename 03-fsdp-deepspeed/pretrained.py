@@ -6,6 +6,7 @@ A base is a folder as `save_pretrained` and `hf download` leave it: config.json,
 import json
 import os
 import shutil
+import tempfile
 import warnings
 import zlib
 from argparse import Namespace
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from torch.distributed.tensor import distribute_tensor
 
 from shared.distributed import Worker, fail_together, from_rank_zero, global_sum
-from shared.errors import UsageError
+from shared.errors import StorageError, UsageError
 from shared.sharded import file_checksums
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a base is a folder: nothing is asked of the hub
@@ -58,11 +59,11 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     folder = Path(folder)
     if not folder.is_dir():
         raise ValueError(
-            f"--base {folder} is no folder. A model of the hub is downloaded first: hf download NAME --local-dir FOLDER"
+            f"--base {folder} is not a folder. Download a model of the Hub first: hf download NAME --local-dir FOLDER"
         )
     if not (folder / "config.json").is_file():
-        adapter = " It holds an adapter: merge it into its base first." * (folder / "adapter_config.json").is_file()
-        raise ValueError(f"--base {folder} has no config.json, so it is no Hugging Face model.{adapter}")
+        adapter = " It holds an adapter: export with --merge instead." * (folder / "adapter_config.json").is_file()
+        raise ValueError(f"--base {folder} has no config.json, so it is not a Hugging Face model.{adapter}")
     try:
         raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         own_code = "auto_map" in raw
@@ -78,7 +79,9 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     architectures = config.architectures or [decoder]
     if decoder not in architectures or config.is_encoder_decoder:
-        raise ValueError(f"--base {folder} holds {architectures[0]}, which is no decoder that writes text (CausalLM)")
+        raise ValueError(
+            f"--base {folder} holds {architectures[0]}, which is not a decoder that writes text (CausalLM)"
+        )
     return config
 
 
@@ -270,9 +273,11 @@ def check_export(args: Namespace) -> None:
     if args.export and os.path.lexists(args.export):
         raise ValueError(f"--export {args.export} exists already; choose a new folder")
     if args.export:
-        Path(args.export).parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(Path(args.export).parent, os.W_OK):
-            raise ValueError(f"--export {args.export}: cannot write there")
+        try:
+            Path(args.export).parent.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryDirectory(dir=Path(args.export).parent).cleanup()
+        except OSError as error:
+            raise ValueError(f"cannot write to --export {args.export}: {error.strerror}") from error
 
 
 def export(model: nn.Module, args: Namespace, worker: Worker) -> None:
@@ -285,19 +290,29 @@ def export(model: nn.Module, args: Namespace, worker: Worker) -> None:
     with fail_together():
         if worker.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)  # of a worker that died
-            partial.mkdir(parents=True)
+            try:
+                partial.mkdir(parents=True)
+            except OSError as error:
+                raise ValueError(f"cannot write to --export {folder}: {error.strerror}") from error
     if not from_rank_zero(folder.exists()):  # the driver has seen none: it is from workers that died a moment ago
         with fail_together():
             if not partial.is_dir():
                 raise ValueError(f"--export {folder} must be a folder that all nodes share")
-        if args.lora_rank and not args.merge:
-            write_adapter(model, base, partial, worker)
-        else:
-            if args.merge:
-                share = merge(model, read_config(base).dtype or torch.float32)
-                if worker.rank == 0:
-                    worker.log(f"merged; rounding left {share:.1%} of the adapted weights as they were")
-            write_model(model, base, partial, worker)
+        if args.merge:
+            share = merge(model, read_config(base).dtype or torch.float32)
+            if worker.rank == 0:
+                worker.log(f"merged; rounding left {share:.1%} of the adapted weights as they were")
+        write = write_adapter if args.lora_rank and not args.merge else write_model
+        try:
+            write(model, base, partial, worker)
+        except (dcp.CheckpointException, StorageError) as error:
+            if worker.rank == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+            raise UsageError(
+                f"cannot write to --export {folder}: {str(cause).splitlines()[0]}. What was trained is "
+                "saved: continue with --resume and another --export"
+            ) from error
         with fail_together():
             if worker.rank == 0:
                 os.rename(partial, folder)
@@ -338,7 +353,7 @@ def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worke
         if worker.rank == 0:
             save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
             config = model.peft_config["default"]
-            config.base_model_name_or_path, config.inference_mode = base.name, True
+            config.base_model_name_or_path, config.inference_mode = str(base), True
             config.save_pretrained(folder)
             copy_files(base, folder, but=("config.json", "generation_config.json"))
 

@@ -1,15 +1,15 @@
 """Fine-tune a pretrained model with FSDP2 on Ray Train: a Hugging Face folder in, a Hugging Face folder out.
 
 The workshop's own:   python train_ray_finetune.py --num-workers 2 --lora-rank 8 --export tuned
-Your own:             python train_ray_finetune.py --num-workers 2 --base FOLDER --data-file ROWS.jsonl --export tuned
+Your own:             python train_ray_finetune.py --num-workers 2 --base FOLDER --data-file ROWS.jsonl --export mine
 In this process:      python train_ray_finetune.py --num-workers 0      (Ray's local mode: set a breakpoint anywhere)
 On a cluster's node:  RAY_ADDRESS=HOST:6379 python train_ray_finetune.py --num-workers 16 --precision bf16 \\
                           --base /mnt/BASE --data-file /mnt/ROWS.jsonl --storage-path /mnt/runs --export /mnt/tuned
 
 It is train_ray_fsdp2.py with pretrained weights, and with a loss that is the mean over the tokens of the answers. With
-the same --seed and --batch-size, any number of workers has the same losses, up to rounding, unless dropout draws random
-numbers. No process ever holds the whole model. A worker that dies is replaced, and the run continues from its newest
-checkpoint. --resume continues it with any number of workers.
+the same --seed and --batch-size, the losses are the same for any number of workers, up to rounding, unless dropout
+draws random numbers. With two or more workers no process ever holds the whole model. A worker that dies is replaced,
+and the run continues from its newest checkpoint. --resume continues it with any number of workers.
 """
 
 from argparse import Namespace
@@ -57,7 +57,9 @@ def main() -> None:
 
     # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
-        sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers) * args.accumulate)
+        local_batch_size = sampling.local_batch_size(args.batch_size, workers.num_processes(args.num_workers))
+        if local_batch_size % args.accumulate:
+            raise ValueError(f"--accumulate {args.accumulate} does not divide the {local_batch_size} rows of a rank")
         pretrained.check_export(args)
         run = storage.RayRun.from_args(args, **pairs.check(args, driver))
         run.open_or_resume(args, driver)
@@ -76,7 +78,6 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
-        sampling.check_divisible(local_batch_size, args.accumulate)
         options.check_precision(args.precision, worker.device)
         run.check_folder()
     task = tasks.build(TASKS, args, worker, patience_s=run.patience_s)

@@ -129,7 +129,8 @@ class Run:
         Other options that differ are reported in the log.
         """
         now = self.options
-        for name in ("model", "preset", "zero_stage", "dataset", "base", "lora_rank", "lora_targets"):
+        tuned = ("base", "data_file", "lora_rank", "lora_targets", "lora_alpha")
+        for name in ("model", "preset", "zero_stage", "dataset", *tuned):
             if (name in saved) != (name in now):
                 raise ValueError(f"{path} was not written by this training script")
             if saved.get(name) != now.get(name):

@@ -468,6 +468,8 @@ def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
     again = [*options, "--storage-path", tmp_path, "--run-name", "run", "--resume"]
     error = refused_here(FINETUNE, *again, "--base", other)
     assert "is of --base with weights" in error and "but this run asks for --base with weights" in error
+    assert "is of --data-file with rows" in refused_here(FINETUNE, *again, "--data-file", rows[1])
+    assert "is of --lora-alpha 8.0, but" in refused_here(FINETUNE, *again, "--lora-alpha", 9)
     error = refused_here(FINETUNE, *again, "--lora-rank", 2)
     assert "is of --lora-rank 4, but this run asks for --lora-rank 2" in error
 
@@ -543,9 +545,9 @@ SYSTEM = (
 )
 
 BASES = {
-    "no folder": (lambda base, folder, _: folder, "is no folder. A model of the hub is downloaded first: hf download"),
+    "no folder": (lambda base, folder, _: folder, "is not a folder. Download a model of the Hub first: hf download"),
     "no config": (lambda base, folder, _: damaged(base, folder, "config.json"), "has no config.json"),
-    "an adapter": (lambda base, folder, _: adapter_folder(base, folder), "It holds an adapter: merge it"),
+    "an adapter": (lambda base, folder, _: adapter_folder(base, folder), "an adapter: export with --merge instead"),
     "no tokenizer": (lambda base, folder, _: damaged(base, folder, "token*"), "has no tokenizer"),
     "a pickle": (lambda base, folder, _: with_pickle(base, folder), "holds only pytorch_model.bin, a pickle"),
     "no weights": (lambda base, folder, _: damaged(base, folder, "*.safetensors"), "holds no weights"),
@@ -555,7 +557,7 @@ BASES = {
     ),
     "an encoder": (
         lambda base, folder, _: damaged(base, folder, architectures=["BertForMaskedLM"], model_type="bert"),
-        "holds BertForMaskedLM, which is no decoder that writes text",
+        "holds BertForMaskedLM, which is not a decoder that writes text",
     ),
     "quantized": (
         lambda base, folder, _: damaged(base, folder, quantization_config={"quant_method": "gptq", "bits": 4}),
@@ -600,10 +602,10 @@ PAIR = '{"prompt": "a", "completion": "b"}'
 
 
 @pytest.mark.parametrize(("line", "because"), [
-    ("{", "line 2: no JSON"),
+    ("{", "line 2: not JSON, with one row per line"),
     ("[1]", 'line 2: a row is {"prompt": ..., "completion": ...} or {"messages": [...]}'),
-    ('{"prompt": "a"}', 'line 2: "completion" is missing, or is no text'),
-    ('{"prompt": 1, "completion": "b"}', 'line 2: "prompt" is missing, or is no text'),
+    ('{"prompt": "a"}', 'line 2: "completion" is missing, or is not text'),
+    ('{"prompt": 1, "completion": "b"}', 'line 2: "prompt" is missing, or is not text'),
     ('{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
@@ -622,10 +624,10 @@ def test_more_of_the_rows_are_refused(base, rows, tokenizer, tmp_path):
     file.write_text(f"{PAIR}\n{PAIR}\n")
     assert "needs at least two different prompts" in refused_here(FINETUNE, "--base", base, "--data-file", file)
     file.write_bytes(b"\xff\xfe")
-    assert "is no text in UTF-8" in refused_here(FINETUNE, "--base", base, "--data-file", file)
+    assert "is not text in UTF-8" in refused_here(FINETUNE, "--base", base, "--data-file", file)
     file.write_text("")
     assert "holds no rows" in refused_here(FINETUNE, "--base", base, "--data-file", file)
-    assert "No such file" in refused_here(FINETUNE, "--base", base, "--data-file", tmp_path / "none.jsonl")
+    assert "cannot read the rows in" in refused_here(FINETUNE, "--base", base, "--data-file", tmp_path / "none.jsonl")
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     file.write_text(json.dumps({"messages": chat}) + f"\n{PAIR}\n")
     folder = with_template(base, tmp_path / "no system", SYSTEM)
@@ -648,7 +650,8 @@ def test_options_are_refused(base, rows, tmp_path):
         (["--lora-alpha", 2], "--lora-alpha goes with --lora-rank"),
         (["--lora-dropout", 0.1], "--lora-dropout goes with --lora-rank"),
         (["--lora-rank", 2, "--lora-targets", "q_proj,w_proj"], "no linear layer is called w_proj; use down_proj, "),
-        (["--accumulate", 3], "global batch 64 is not divisible by"),
+        (["--accumulate", 3], "--accumulate 3 does not divide the 32 rows of a rank"),
+        (["--export", "/proc/new"], "cannot write"),
         (["--dataset", "digits"], "invalid choice: 'digits'"),
         (["--model", "gpt"], "invalid choice: 'gpt'"),
         (["--precision", "fp16"], "invalid choice: 'fp16'"),
