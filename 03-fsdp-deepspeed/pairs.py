@@ -9,6 +9,7 @@ import random
 import zlib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -69,7 +70,7 @@ class Pairs(Dataset):
 class PairTask(Task):
     """Fine-tune a pretrained decoder on pairs."""
 
-    name = "pairs"
+    name, differ = "pairs", "the nodes' rows differ: give --data-file a file that is the same on all of them"
     dataset_names = ("pairs",)
     model_names = ("pretrained",)
 
@@ -106,7 +107,7 @@ class PairTask(Task):
             raise UsageError(f"--{given[0].replace('_', '-')} goes with --lora-rank")
         if options.val_file and not options.data_file:
             raise UsageError("--val-file goes with --data-file")
-        is_tiny = options.base is None
+        is_tiny = options.base in (None, str(Path(options.data_dir, tiny_base.BASE)))
         options.lora_alpha = options.lora_alpha or 2.0 * options.lora_rank
         options.lora_targets = options.lora_targets or [pretrained.ALL_LINEAR]
         options.lora_dropout = options.lora_dropout or 0.0
@@ -125,12 +126,15 @@ class PairTask(Task):
 
     def __init__(self, args: Namespace, splits: Splits, device: torch.device) -> None:
         super().__init__(args, splits, device)
-        self.tokenizer = pretrained.read_tokenizer(args.base)
+        self.tokenizer, self.context = (
+            pretrained.read_tokenizer(args.base),
+            context_of(pretrained.read_config(args.base)),
+        )
         # The tokens that end an answer: the last one of each.
         self.ends = sorted({int(tokens[is_answer][-1]) for tokens, is_answer in splits.train.rows})
 
     def checksum(self) -> int:
-        """Return a number that differs between nodes with different rows or a different base."""
+        """Return a number that differs between nodes with different rows."""
         return zlib.crc32(repr((self.splits.train.checksum(), self.splits.val.checksum())).encode())
 
     def build_model(self) -> nn.Module:
@@ -245,13 +249,13 @@ def check(args: Namespace, driver: Worker) -> dict:
 
     Makes the workshop's own base and rows first, if they are asked for and missing. Raises ValueError and OSError.
     """
-    own = {Path(args.data_dir, name) for name in (tiny_base.BASE, *tiny_base.PAIRS)}
-    if own & {Path(args.base), Path(args.data_file)}:
-        tiny_base.make(args.data_dir, driver.log)
+    for name, given in ((tiny_base.BASE, args.base), (tiny_base.PAIRS[0], args.data_file)):
+        if Path(args.data_dir, name) == Path(given):
+            tiny_base.make(args.data_dir, name, driver.log)
     splits = PairTask.load(args)
     pretrained.build(args, torch.float32)
     return {
-        "base": f"with weights {pretrained.checksum(args.base)}",
+        "base": f"with weights {pretrained.checksum(args.base, driver.log)}",
         "data_file": f"with rows {splits.train.checksum():08x}",
         "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
         "lora_dropout": args.lora_dropout, "accumulate": args.accumulate, "max_grad_norm": args.max_grad_norm,
@@ -268,10 +272,10 @@ def sample_answers(model: nn.Module, task: PairTask, count: int = 3) -> str:
     lines = []
     for tokens, is_answer in rows[:: max(1, len(rows) // count)][:count]:
         prompt = tokens[: int(is_answer.nonzero()[0])].long()
-        longest = 2 * int(is_answer.sum())
+        longest = min(2 * int(is_answer.sum()), 64, task.context - len(prompt))  # each token gathers the model once
         answer = pretrained.generate(model, prompt.to(task.device), longest, task.ends)
         asked, answered = (task.tokenizer.decode(each, skip_special_tokens=True) for each in (prompt, answer))
-        lines.append(f"{asked.strip()!r} -> {answered.strip()!r}")
+        lines.append(f"{asked.strip()[-60:]!r} -> {answered.strip()!r}")
     return "; ".join(lines)
 
 
@@ -349,13 +353,18 @@ def split(rows: list) -> tuple[list, list]:
     return [row for n, row in enumerate(rows) if n not in chosen], [row for n, row in enumerate(rows) if n in chosen]
 
 
+def context_of(config: object) -> int:
+    """Return how many tokens the model takes."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
 def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[list[int], list[bool]]]:
     """Return, for each row of `read_rows`, its tokens, and which of them belong to an answer and so to the loss.
 
     These are the tokens of each assistant turn and its end token. Raises ValueError with the row's place if it is
     longer than the model's context, or holds a token that the model's embedding does not have.
     """
-    longest, num_embeddings = getattr(config, "max_position_embeddings", None), config.get_text_config().vocab_size
+    longest, num_embeddings = context_of(config), config.get_text_config().vocab_size
     result = []
     for place, row in rows:
         try:
@@ -365,12 +374,12 @@ def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[li
         except Exception as error:  # a template raises Jinja's errors, and one that it likes
             reason, _, _ = str(error).partition("\n")
             raise ValueError(f"{place}: {reason}") from error
-        if longest and len(tokens) > longest:
+        if len(tokens) > longest:
             raise ValueError(f"{place}: {len(tokens)} tokens, but the model takes {longest}")
         if tokens and max(tokens) >= num_embeddings:
             raise ValueError(f"{place}: token {max(tokens)} is beyond the model's {num_embeddings} embeddings")
-        if not any(answer[1:]):
-            raise ValueError(f"{place}: there is no answer token")
+        if answer[0]:
+            raise ValueError(f"{place}: the prompt is empty, so there is nothing that the answer could follow")
         result.append((tokens, answer))
     return result
 
@@ -390,26 +399,29 @@ def tokenize_pair(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list
 
 
 def tokenize_turns(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list[int], list[bool]]:
-    """Return tokens and answer mask of a chat, as the tokenizer's template writes it.
+    """Return tokens and answer mask of a chat, as the tokenizer's template writes it. A pair is a chat of two turns.
 
-    A pair is a chat of two turns. An answer's tokens are those that its turn adds to the prompt for it, up to its last
-    special token: some templates write a newline after that.
+    The text is cut where the model would begin to write an answer, and the pieces are tokenized apart, as `generate`
+    sees them. An answer ends with its first special token: some templates write a newline or more after that.
     """
     if isinstance(row, tuple):
         row = [{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}]
-
-    def render(turns: Turns, **more: bool) -> list[int]:
-        return tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False, **more)
-
-    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
-    tokens, answer = render(row), []
+    text = tokenizer.apply_chat_template(row, tokenize=False)
+    starts = []
     for count, turn in enumerate(row):
         if turn["role"] == "assistant":
-            start, end = len(render(row[:count], add_generation_prompt=True)), len(render(row[: count + 1]))
-            before, after = render(row[:count], add_generation_prompt=True), render(row[: count + 1])
-            if after[: len(before)] != before or tokens[: len(after)] != after:
-                raise ValueError("the chat template writes a turn differently once others follow it")
-            ends = [place for place in range(start, end) if tokens[place] in special]
-            stop = ends[-1] + 1 if ends else end
-            answer += [False] * (start - len(answer)) + [True] * (stop - start)
-    return tokens, answer + [False] * (len(tokens) - len(answer))
+            prompt = tokenizer.apply_chat_template(row[:count], tokenize=False, add_generation_prompt=True)
+            if not text.startswith(prompt):
+                raise ValueError("the chat template begins an answer in one way, and asks for it in another")
+            starts.append(len(prompt))
+    special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    tokens = tokenizer(text[: starts[0]], add_special_tokens=False)["input_ids"]
+    answer = [False] * len(tokens)
+    for start, end in pairwise([*starts, len(text)]):
+        piece = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
+        length = next((place for place, token in enumerate(piece, start=1) if token in special), None)
+        if length is None:
+            raise ValueError("the chat template writes no special token after an answer, so it would never end")
+        tokens += piece
+        answer += [True] * length + [False] * (len(piece) - length)
+    return tokens, answer

@@ -6,11 +6,12 @@ A base is a folder as `save_pretrained` and `hf download` leave it: config.json,
 import json
 import os
 import shutil
+import socket
 import tempfile
 import warnings
 import zlib
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -18,11 +19,13 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.tensor import distribute_tensor
 
-from shared.distributed import Worker, fail_together, from_rank_zero, global_sum
+from shared.distributed import Worker, fail_together, from_rank_zero, global_sum, retry
 from shared.errors import StorageError, UsageError
+from shared.on_ray.storage import RayRun
 from shared.sharded import file_checksums
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a base is a folder: nothing is asked of the hub
@@ -44,8 +47,10 @@ logging.set_verbosity_error()
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")  # peft uses it
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 ALL_LINEAR = "all-linear"
+EXPORT_AGAIN = "What was trained is saved, except in local mode: continue with --resume and another --export"
 
 
 # --- Reading -------------------------------------------------------------------------------------------------------
@@ -57,19 +62,19 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     Raises ValueError if `folder` holds no decoder that is read here, and says what to do.
     """
     folder = Path(folder)
-    if not folder.is_dir():
-        raise ValueError(
-            f"--base {folder} is not a folder. Download a model of the Hub first: hf download NAME --local-dir FOLDER"
+    if not folder.is_dir():  # an OSError, because a node may mount it a moment late
+        raise FileNotFoundError(
+            f"--base {folder} is not a folder, and every node needs it. Download a model of the Hub first: "
+            "hf download NAME --local-dir FOLDER"
         )
     if not (folder / "config.json").is_file():
         adapter = " It holds an adapter: export with --merge instead." * (folder / "adapter_config.json").is_file()
         raise ValueError(f"--base {folder} has no config.json, so it is not a Hugging Face model.{adapter}")
     try:
-        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        own_code = "auto_map" in raw
+        own_code = "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
         config = None if own_code else AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ValueError(f"{folder / 'config.json'} cannot be read: {str(error).splitlines()[0]}") from error
+    except Exception as error:  # wrong values raise many kinds, some of them Hugging Face's own
+        raise ValueError(f"{folder / 'config.json'} cannot be used: {first_line(error)}") from error
     if own_code:
         raise ValueError(
             f"--base {folder} brings its own Python code (auto_map in config.json), which is never run here"
@@ -77,12 +82,17 @@ def read_config(folder: str | Path) -> PretrainedConfig:
     if getattr(config, "quantization_config", None):
         raise ValueError(f"--base {folder} is quantized; give its float32 or bfloat16 version")
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    architectures = config.architectures or [decoder]
+    architectures = config.architectures or [decoder or config.model_type]
     if decoder not in architectures or config.is_encoder_decoder:
         raise ValueError(
             f"--base {folder} holds {architectures[0]}, which is not a decoder that writes text (CausalLM)"
         )
     return config
+
+
+def first_line(error: BaseException) -> str:
+    """Return what an error says, without the lines that follow the first."""
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
@@ -93,11 +103,11 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises plain Exceptions
-        raise ValueError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}") from error
+        raise ValueError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
 
 
-def weight_files(folder: Path) -> dict[str, list[int]]:
-    """Return the tensors in the base's weight files: name -> shape.
+def weight_files(folder: Path) -> dict[str, tuple[list[int], torch.dtype]]:
+    """Return the tensors in the base's weight files: name -> (shape, dtype).
 
     Raises ValueError if a file is missing or damaged, or if the weights are pickles, which can run code.
     """
@@ -113,32 +123,37 @@ def weight_files(folder: Path) -> dict[str, list[int]]:
         if not (folder / INDEX).is_file():
             raise ValueError(f"--base {folder} has neither {WEIGHTS} nor {INDEX}")
         try:
-            weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
-            listed = set(weight_map.values())
-        except (ValueError, KeyError, AttributeError) as error:
+            listed = {str(name) for name in json.loads((folder / INDEX).read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{folder / INDEX} is damaged: {error}") from error
     if missing := sorted(listed - found):
         raise ValueError(f"--base {folder} lacks {', '.join(missing)}, which {INDEX} names")
     if surplus := sorted(found - listed):
-        raise ValueError(f"--base {folder} also holds {surplus[0]}, which is no part of the model: move it away")
-    shapes = {}
+        raise ValueError(f"--base {folder} also holds {surplus[0]}, which is not part of the model: move it away")
+    tensors = {}
     for name in sorted(listed):
         try:
             with safe_open(folder / name, "pt") as file:
-                shapes |= {key: list(file.get_slice(key).get_shape()) for key in list(file.keys())}
+                slices = {key: file.get_slice(key) for key in list(file.keys())}
+                tensors |= {key: (each.get_shape(), DTYPES.get(each.get_dtype())) for key, each in slices.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is damaged or cut off: {error}") from error
-    return shapes
+    for key, (_, dtype) in tensors.items():
+        if dtype is None:
+            raise ValueError(
+                f"--base {folder}: {key} is quantized, or not a number; give a float32 or bfloat16 version"
+            )
+    return tensors
 
 
-def check_tensors(model: PreTrainedModel, folder: Path) -> None:
-    """Raise ValueError unless the folder's tensors are the model's, by name and shape.
+def check_tensors(model: PreTrainedModel, stored: dict[str, tuple[list[int], torch.dtype]], folder: str) -> None:
+    """Raise ValueError unless the folder's tensors, from `weight_files`, are the model's, by name and shape.
 
     transformers renames or merges the tensors of some architectures while it loads them. Their shards cannot be read
     as they are, so such a base is refused.
     model: on the meta device, without adapters.
     """
-    stored, wanted = weight_files(folder), base_tensors(model)
+    wanted = base_tensors(model)
     missing = sorted(wanted.keys() - stored.keys())
     # A folder may also hold a tied head, or a buffer that the model computes itself.
     known = model.state_dict().keys() | dict(model.named_buffers()).keys()
@@ -153,14 +168,21 @@ def check_tensors(model: PreTrainedModel, folder: Path) -> None:
         what = f"lacks {missing[0]} of {kind}" if missing else f"holds {surplus[0]}, which {kind} does not have"
         raise ValueError(f"--base {folder} {what}")
     for name, tensor in wanted.items():
-        if list(tensor.shape) != stored[name]:
-            raise ValueError(f"--base {folder}: {name} is {stored[name]}, but config.json says {list(tensor.shape)}")
+        shape, _ = stored[name]
+        if list(tensor.shape) != shape:
+            raise ValueError(f"--base {folder}: {name} is {shape}, but config.json says {list(tensor.shape)}")
 
 
-def checksum(folder: str | Path) -> str:
-    """Return a checksum of the base's weights, which names it in checkpoints."""
-    entries = file_checksums(folder, [path.name for path in Path(folder).glob("*.safetensors")])
+def checksum(folder: str | Path, log: Callable[[str], None] = lambda line: None) -> str:
+    """Return a checksum of the base's weights, which names it in checkpoints. log: told about a long check."""
+    entries = file_checksums(folder, [path.name for path in Path(folder).glob("*.safetensors")], log)
     return "-".join(f"{crc:08x}" for _, crc in sorted(entries.values()))
+
+
+def check_same_base(args: Namespace, run: RayRun, worker: Worker) -> None:
+    """Raise ValueError, on a node whose base has other weights than the driver's. One process per node reads them."""
+    if worker.local_rank == 0 and run.options["base"] != f"with weights {checksum(args.base, worker.log)}":
+        raise ValueError(f"node {socket.gethostname()} has other weights in --base {args.base} than the driver")
 
 
 # --- Building, in this order: build, fully_shard, to_empty, fill ----------------------------------------------------
@@ -172,21 +194,28 @@ def build(args: Namespace, dtype: torch.dtype) -> nn.Module:
     The base is then frozen. Frozen weights stay in bfloat16 if they are stored and computed in it, since a float32 copy
     would hold no more. Raises ValueError for a LoRA target that matches nothing.
     """
-    config = read_config(args.base)
-    frozen_bf16 = args.lora_rank > 0 and args.precision == "bf16" and config.dtype == torch.bfloat16
+    config, stored = read_config(args.base), weight_files(Path(args.base))
+    in_bf16 = all(kind == torch.bfloat16 for _, kind in stored.values())
+    frozen_bf16 = args.lora_rank > 0 and args.precision == "bf16" and in_bf16
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16 if frozen_bf16 else dtype, trust_remote_code=False
-        )
-        check_tensors(model, Path(args.base))
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16 if frozen_bf16 else dtype, trust_remote_code=False
+            )
+        except Exception as error:  # wrong values in config.json raise many kinds
+            raise ValueError(f"{args.base}/config.json cannot be used: {first_line(error)}") from error
+        check_tensors(model, stored, args.base)
+        if not any(blocks(model)):
+            raise ValueError(f"--base {args.base}: {type(model).__name__} does not say which of its layers are blocks")
         if args.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
         if args.lora_rank == 0:
             return model
-        targets = args.lora_targets if args.lora_targets == [ALL_LINEAR] else check_targets(model, args.lora_targets)
+        if args.lora_targets != [ALL_LINEAR]:
+            check_targets(model, args.lora_targets)
         model = peft.get_peft_model(model, peft.LoraConfig(
             r=args.lora_rank, lora_alpha=args.lora_alpha, lora_dropout=args.lora_dropout, task_type="CAUSAL_LM",
-            target_modules=ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+            target_modules=ALL_LINEAR if args.lora_targets == [ALL_LINEAR] else args.lora_targets,
         ))  # fmt: skip
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -194,16 +223,24 @@ def build(args: Namespace, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def check_targets(model: nn.Module, targets: list[str]) -> list[str]:
-    """Return `targets`. Raises ValueError if one of them is the end of no linear module's name: peft says nothing."""
-    linear = [name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")]
+def check_targets(model: PreTrainedModel, targets: list[str]) -> None:
+    """Raise ValueError if a target is the end of no linear layer's name, about which peft says nothing.
+
+    A head that is tied to the embedding has no weight of its own, and gets no adapter.
+    """
+    head = model.get_output_embeddings() if model.config.tie_word_embeddings else None
+    linear = [
+        name
+        for name, module in model.named_modules()
+        if type(module).__name__ in ("Linear", "Conv1D") and module is not head
+    ]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in linear):
             ends = sorted({name.rpartition(".")[2] for name in linear})
             raise ValueError(
-                f"--lora-targets: no linear layer is called {target}; use {', '.join(ends)} or {ALL_LINEAR}"
+                f"--lora-targets: no linear layer for an adapter is called {target}; use some of {', '.join(ends)}, "
+                f"or {ALL_LINEAR} alone"
             )
-    return targets
 
 
 def decoder(model: nn.Module) -> PreTrainedModel:
@@ -240,7 +277,7 @@ def fill(model: nn.Module, folder: str, seed: int) -> None:
         dcp.load(base_tensors(model), storage_reader=HuggingFaceStorageReader(folder))
     except dcp.CheckpointException as error:
         cause = next(iter(error.failures.values()))[0]
-        raise UsageError(f"cannot read --base {folder}: {str(cause).splitlines()[0]}") from error
+        raise UsageError(f"cannot read --base {folder}: {first_line(cause)}") from error
     for name, parameter in model.named_parameters():
         if ".lora_A." in name:
             value = torch.empty(parameter.shape)
@@ -280,62 +317,80 @@ def check_export(args: Namespace) -> None:
             raise ValueError(f"cannot write to --export {args.export}: {error.strerror}") from error
 
 
-def export(model: nn.Module, args: Namespace, worker: Worker) -> None:
+def check_export_is_shared(args: Namespace, worker: Worker) -> None:
+    """Raise UsageError, on every rank, if a node does not see the folder in which --export will be made. Collective."""
+    parent = Path(args.export).parent
+    probe = from_rank_zero(tempfile.mkdtemp(dir=parent) if worker.rank == 0 else None)
+    with fail_together():
+        try:
+            retry(lambda: os.stat(probe), seconds=10)
+        except OSError as error:
+            raise ValueError(
+                f"node {socket.gethostname()} does not see what rank 0 writes to {parent}: --export must be in a "
+                "folder that all nodes share"
+            ) from error
+    if worker.rank == 0:
+        os.rmdir(probe)
+
+
+def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker) -> None:
     """Write --export: the fine-tuned model, the adapter, or with --merge the base with the adapter in it. Collective.
 
     The folder appears under its name when it is complete. Raises UsageError, on every rank.
     """
     folder, base = Path(args.export), Path(args.base)
     partial = folder.with_name(f".{folder.name}.partial")
+    note = None if run.local_mode or worker.rank > 0 else run.read_file("exporting")
+    # Workers of this run may have died after the last step of this function: then the folder is the run's own.
+    if from_rank_zero(folder.exists() and note is not None and note[0] == str(folder)):
+        return
     with fail_together():
         if worker.rank == 0:
+            if folder.exists():
+                raise ValueError(f"--export {folder} was made by somebody else meanwhile. {EXPORT_AGAIN}")
             shutil.rmtree(partial, ignore_errors=True)  # of a worker that died
             try:
-                partial.mkdir(parents=True)
+                partial.mkdir()
             except OSError as error:
-                raise ValueError(f"cannot write to --export {folder}: {error.strerror}") from error
-    if not from_rank_zero(folder.exists()):  # the driver has seen none: it is from workers that died a moment ago
-        with fail_together():
-            if not partial.is_dir():
-                raise ValueError(f"--export {folder} must be a folder that all nodes share")
-        if args.merge:
-            share = merge(model, read_config(base).dtype or torch.float32)
-            if worker.rank == 0:
-                worker.log(f"merged; rounding left {share:.1%} of the adapted weights as they were")
-        write = write_adapter if args.lora_rank and not args.merge else write_model
-        try:
-            write(model, base, partial, worker)
-        except (dcp.CheckpointException, StorageError) as error:
-            if worker.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
-            raise UsageError(
-                f"cannot write to --export {folder}: {str(cause).splitlines()[0]}. What was trained is "
-                "saved: continue with --resume and another --export"
-            ) from error
+                raise ValueError(f"cannot write to --export {folder}: {error.strerror}. {EXPORT_AGAIN}") from error
+    stored = weight_files(base)
+    if args.merge:
+        share = merge(model, stored)
+        if worker.rank == 0:
+            worker.log(f"merged; rounding left {share:.1%} of the adapted weights as they were")
+    try:
+        if args.lora_rank and not args.merge:
+            write_adapter(model, base, partial, worker)
+        else:
+            write_model(model, base, partial, stored, worker)
         with fail_together():
             if worker.rank == 0:
+                if not run.local_mode:
+                    run.write_file("exporting", str(folder))
                 os.rename(partial, folder)
                 worker.log(f"exported: {folder}")
+    except (dcp.CheckpointException, StorageError) as error:
+        if worker.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        cause = next(iter(error.failures.values()))[0] if isinstance(error, dcp.CheckpointException) else error
+        raise UsageError(f"cannot write to --export {folder}: {first_line(cause)}. {EXPORT_AGAIN}") from error
 
 
-def write_model(model: nn.Module, base: Path, folder: Path, worker: Worker) -> None:
-    """Write the model to `folder`, with the base's dtype, files, config, tokenizer and template. Collective.
+def write_model(model: nn.Module, base: Path, folder: Path, stored: dict, worker: Worker) -> None:
+    """Write the model to `folder`, with the base's dtypes, files, config, tokenizer and template. Collective.
 
-    Each rank writes its slices, and rank 0 joins them, one tensor at a time.
+    Each rank writes its slices, and rank 0 joins them, one tensor at a time. stored: from `weight_files`.
     """
-    dtype = read_config(base).dtype or torch.float32
     files = {} if (base / WEIGHTS).is_file() else json.loads((base / INDEX).read_text())["weight_map"]
     numbers = {name: number for number, name in enumerate(sorted(set(files.values())), start=1)}
-    tensors = {name: tensor.detach().to(dtype) for name, tensor in base_tensors(model).items()}
-    writer = HuggingFaceStorageWriter(
-        str(folder), fqn_to_index_mapping={name: numbers.get(files.get(name), 1) for name in tensors},
-        save_distributed=True, enable_consolidation=True,
-    )  # fmt: skip
-    dcp.save(tensors, storage_writer=writer)
-    with fail_together():
+    tensors = {name: tensor.detach().to(stored[name][1]) for name, tensor in base_tensors(model).items()}
+    slices = folder / "slices"
+    dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(slices), save_distributed=True))
+    with fail_together():  # here, and not inside dcp.save, the other ranks may wait for long
         if worker.rank == 0:
-            shutil.rmtree(folder / "sharded")
+            numbered = {name: numbers.get(files.get(name), 1) for name in tensors}
+            consolidate_safetensors_files(str(slices), str(folder), numbered)
+            shutil.rmtree(slices)
             if not files:  # one file has no index
                 (folder / INDEX).unlink()
                 next(folder.glob("*.safetensors")).rename(folder / WEIGHTS)
@@ -345,13 +400,19 @@ def write_model(model: nn.Module, base: Path, folder: Path, worker: Worker) -> N
 def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worker) -> None:
     """Write the adapter as `PeftModel.save_pretrained` does, with the tokenizer. Collective.
 
-    Its tensors are gathered one at a time.
+    Its tensors are gathered one at a time, and rank 0 keeps them.
     """
-    state = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
-    whole = {name: tensor.full_tensor().cpu() for name, tensor in state.items()}
+    whole = {}
+    for name, tensor in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items():
+        gathered = tensor.full_tensor()
+        if worker.rank == 0:
+            whole[name] = gathered.cpu()
     with fail_together():
         if worker.rank == 0:
-            save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            try:
+                save_file(whole, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            except SafetensorError as error:
+                raise OSError(first_line(error)) from error
             config = model.peft_config["default"]
             config.base_model_name_or_path, config.inference_mode = str(base), True
             config.save_pretrained(folder)
@@ -359,23 +420,24 @@ def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worke
 
 
 def copy_files(base: Path, folder: Path, but: Sequence[str] = ()) -> None:
-    """Copy the base's configuration, tokenizer and template. Its README.md is left out: it describes the base."""
+    """Copy the base's configuration, tokenizer, template and licence."""
     for path in base.iterdir():
-        is_weights = path.suffix in (".safetensors", *PICKLES) or path.name == INDEX
-        if path.is_file() and not is_weights and path.name not in ("README.md", *but):
+        is_text = path.suffix in (".json", ".jinja", ".txt", ".model") or path.name.startswith(("LICENSE", "NOTICE"))
+        if path.is_file() and is_text and path.name not in (INDEX, *but):
             shutil.copy(path, folder)
 
 
 @torch.no_grad()
-def merge(model: peft.PeftModel, dtype: torch.dtype) -> float:
+def merge(model: peft.PeftModel, stored: dict) -> float:
     """Add the adapters to the base's weights, at least in float32, on shards. Collective.
 
-    Returns the share of the adapted weights that stay as they were once they are rounded to `dtype`.
+    Returns the share of the adapted weights that stay as they were once they are rounded to their type in the folder.
+    stored: from `weight_files`.
     """
     unchanged, total = 0, 0
-    for module in model.modules():
+    for name, module in decoder(model).named_modules():
         if isinstance(module, LoraLayer):
-            weight = module.get_base_layer().weight
+            weight, (_, dtype) = module.get_base_layer().weight, stored[f"{name}.weight"]
             precise = torch.promote_types(weight.dtype, torch.float32)
             merged = weight.to(precise) + module.get_delta_weight("default").to(precise)
             unchanged += (merged.to(dtype) == weight.to(dtype)).to_local().sum()

@@ -39,19 +39,19 @@ def source_files(for_validation: bool) -> list[Path]:
     return [file for file in files if (zlib.crc32(file.name.encode()) % 5 == 0) == for_validation]
 
 
-def make(folder: str | Path, log: Callable[[str], None] = print) -> None:
-    """Make BASE and PAIRS in `folder`, if they are missing. Each appears under its name when it is complete."""
+def make(folder: str | Path, name: str, log: Callable[[str], None] = print) -> None:
+    """Make BASE or PAIRS in `folder`, if it is missing. It appears under its name when it is complete."""
+    path, write = (Path(folder, BASE), pretrain) if name == BASE else (Path(folder, name).parent, write_pairs)
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder, ".making"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and then finds them
-        for path, make_one in ((Path(folder, PAIRS[0]).parent, write_pairs), (Path(folder, BASE), pretrain)):
-            if not path.is_dir():
-                log(f"making {path} from Python's standard library, once")
-                with tempfile.TemporaryDirectory(dir=folder, prefix=f".{path.name}-") as partial:
-                    make_one(Path(partial))
-                    os.chmod(partial, 0o755)
-                    os.rename(partial, path)
-                    os.mkdir(partial)  # TemporaryDirectory will delete it
+        fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and then finds it
+        if not path.is_dir():
+            log(f"making {path} from Python's standard library, once")
+            with tempfile.TemporaryDirectory(dir=folder, prefix=f".{path.name}-") as partial:
+                made = Path(partial, path.name)
+                made.mkdir()
+                write(made)
+                os.rename(made, path)
 
 
 # --- The pairs: a line of Python, and what it is ---------------------------------------------------------------------
@@ -176,4 +176,5 @@ def pretrain(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    make(sys.argv[1] if len(sys.argv) > 1 else "data")
+    for each in (PAIRS[0], BASE):
+        make(sys.argv[1] if len(sys.argv) > 1 else "data", each)

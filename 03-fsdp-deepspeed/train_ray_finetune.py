@@ -80,11 +80,15 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         options.check_precision(args.precision, worker.device)
         run.check_folder()
+        pretrained.check_same_base(args, run, worker)
+    if args.export:
+        pretrained.check_export_is_shared(args, worker)
     task = tasks.build(TASKS, args, worker, patience_s=run.patience_s)
 
     # [3] No rank ever holds the whole model. It is built without memory, then sharded, then each rank reads its slices.
     distributed.join_alone(worker.device)  # in local mode
-    model = task.build_model()
+    with distributed.fail_together():
+        model = task.build_model()
     shard(model, args, worker)
     model.to_empty(device=worker.device)
     pretrained.fill(model, args.base, args.seed)
@@ -142,7 +146,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [6] Write what others can load.
     if args.export:
-        pretrained.export(model, args, worker)
+        pretrained.export(model, args, run, worker)
     return progress.metrics
 
 
@@ -192,8 +196,8 @@ def evaluate(model: nn.Module, batches: Iterable, task: pairs.PairTask) -> dict:
     model.eval()
     totals = torch.zeros(5, dtype=torch.float64, device=task.device)
     for batch in batches:
-        inputs, targets = task.to_device(batch)
-        totals += task.metric_sums(model(input_ids=inputs, use_cache=False).logits, targets)
+        for inputs, targets in task.split(batch, task.args.accumulate):
+            totals += task.metric_sums(model(input_ids=inputs, use_cache=False).logits, targets)
     loss, correct, tokens, exact, rows = distributed.global_sum(totals).tolist()
     return {"val_loss": loss / tokens, "val_accuracy": correct / tokens, "val_exact_match": exact / rows}
 

@@ -73,7 +73,7 @@ class Progress:
 
     @property
     def interrupted(self) -> bool:
-        """Whether --save-every-steps has interrupted the epoch, so that a checkpoint is due."""
+        """Whether --save-every-steps, or --eval-every-steps where a script has it, has interrupted the epoch."""
         return 0 < self.position < self.num_samples and self.step != self.args.max_steps
 
     @property
@@ -96,8 +96,9 @@ class Progress:
     def batches(self, loader: DataLoader) -> Iterator[tuple[int, list[torch.Tensor]]]:
         """Yield (samples over all ranks, this rank's batch) for the next steps.
 
-        The steps run to the end of the epoch, to the next multiple of --save-every-steps, or to --max-steps, whichever
-        comes first. Every rank gets equally many. Each epoch has its own order, the same on all ranks.
+        The steps run to the end of the epoch, to the next multiple of --save-every-steps (or of --eval-every-steps,
+        where a script has it), or to --max-steps, whichever comes first. Every rank gets equally many. Each epoch has
+        its own order, the same on all ranks.
         loader: from `sampling.rank_loader`.
         """
         loader.sampler.set_epoch(self.epoch)

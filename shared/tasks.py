@@ -28,6 +28,7 @@ class Task:
     """
 
     name: str  # the kind of data
+    differ = "the nodes have read different data"  # what `build` says where checksums differ
     dataset_names: Sequence[str]  # for --dataset
     model_names: Sequence[str]  # for --model, the default first
 
@@ -141,7 +142,7 @@ class ImageTask(Task):
 class TextTask(Task):
     """Predict a text's next byte with a GPT."""
 
-    name = "text"
+    name, differ = "text", "the nodes' texts differ: give --text-file a file that is the same on all of them"
     dataset_names = ("text",)
     model_names = ("gpt",)
 
@@ -227,5 +228,5 @@ def build(
     task = task_class(args, splits, worker.device)
     with fail_together():
         task.check_sizes(max(worker.world_size, max_world_size))
-    check_same(task.checksum(), "the nodes' texts differ: give --text-file a file that is the same on all of them")
+    check_same(task.checksum(), task.differ)
     return task

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from runs import ROOT, TORCHRUN, Fork, assert_bit_for_bit, refused_here
 from torch.distributed.checkpoint import FileSystemReader
 
+from shared.errors import UsageError
+from shared.options import Options
 from shared.rendezvous import free_port
 
 CHAPTER = ROOT / "03-fsdp-deepspeed"
@@ -228,6 +230,45 @@ def test_an_answer_is_each_assistant_turn_and_its_end_token(tokenizer, monkeypat
     assert pairs.tokenize_turns(("one", "two"), tokenizer) == pairs.tokenize_turns(chat[:2], tokenizer)
 
 
+TEMPLATES = {  # what they write of the turns "one" and "two", and how much of it is the answer
+    "phi 3, with an end of text": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% else %}<|user|>{% endif %}",
+        "<|user|>one<|end|><|assistant|>", "two<|end|>", "<|user|>",
+    ),
+    "a newline as a token": (CHATML, "<|user|>\none<|end|>\n<|assistant|>\n", "two<|end|>", "\n"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_of_others(name, tokenizer, tmp_path):
+    """What follows the end token does not count, a token or not."""
+    import pairs
+    from transformers import AutoTokenizer
+
+    template, before, counts, after = TEMPLATES[name]
+    tokenizer.save_pretrained(tmp_path)
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    other.chat_template = template
+    if "newline" in name:
+        other.add_tokens("\n")
+    tokens, answer = pairs.tokenize_turns(("one", "two"), other)
+    parts = [other.decode([token for token, marked in zip(tokens, answer, strict=True) if marked is kind])
+        for kind in (False, True)]  # fmt: skip
+    assert parts == [before + after, counts]
+
+
+def test_an_answer_that_begins_with_a_newline_is_cut_from_its_prompt(tokenizer, monkeypatch):
+    """Two newlines could be one token, but `generate` is given the first one and writes the second."""
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    tokens, answer = pairs.tokenize_turns(("one", "\n    two"), tokenizer)
+    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "one"}], add_generation_prompt=True,
+        return_dict=False)  # fmt: skip
+    assert tokens[: len(prompt)] == prompt and answer.index(True) == len(prompt)
+
+
 def test_without_a_template_prompt_and_completion_are_tokenized_apart(tokenizer):
     """As `generate` sees the prompt. "x = " and "1" together would be other tokens."""
     import pairs
@@ -241,7 +282,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatc
     import pairs
 
     monkeypatch.setattr(tokenizer, "chat_template", "{{ messages | length }}" + CHATML)
-    with pytest.raises(ValueError, match="writes a turn differently once others follow it"):
+    with pytest.raises(ValueError, match="begins an answer in one way, and asks for it in another"):
         pairs.tokenize_turns(("one", "two"), tokenizer)
 
 
@@ -294,7 +335,8 @@ def exported(base, rows, tokenizer, tmp_path_factory) -> dict[str, tuple[Path, P
         commands[name] = [FINETUNE, "--base", path, *options, *more, *files, "--num-workers", 0]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_base, "STEPS", 2)  # its weights are of no matter here
-        tiny_base.make(folder / "data", print)
+        for each in (tiny_base.PAIRS[0], tiny_base.BASE):
+            tiny_base.make(folder / "data", each)
     own = ["--data-dir", folder / "data", "--max-steps", 3, "--num-workers", 0, "--export", folder / "own"]
     commands["own"] = [FINETUNE, *own, "--metrics-out", folder / "own.jsonl"]
     zero3 = [ROOT / "tests/zero3_from_readme.py", base, rows[0], folder / "zero3.json", 1e-2]
@@ -426,7 +468,7 @@ def test_the_default_base_and_rows(exported, capsys):
     )
     assert len(set(train)) == len(train) > 4000 and len(set(val)) == len(val) > 1000 and not set(train) & set(val)
     assert metrics["samples_seen"] == 3 * 64 and "' -> '" in metrics["said"]
-    tiny_base.make(base.parent)
+    tiny_base.make(base.parent, tiny_base.BASE)
     assert capsys.readouterr().out == ""
 
 
@@ -609,6 +651,7 @@ PAIR = '{"prompt": "a", "completion": "b"}'
     ('{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
+    ('{"prompt": "a", "completion": "\\ud800"}', "line 2: "),
     (json.dumps({"prompt": "x" * 999, "completion": "b"}), "tokens, but the model takes 128"),
 ])  # fmt: skip
 def test_a_row_is_refused_with_its_line(line, because, base, tmp_path):
@@ -633,11 +676,54 @@ def test_more_of_the_rows_are_refused(base, rows, tokenizer, tmp_path):
     folder = with_template(base, tmp_path / "no system", SYSTEM)
     assert "line 1: no system turns" in refused_here(FINETUNE, "--base", folder, "--data-file", file)
     folder = damaged(base, tmp_path / "no template", "chat_template.jinja")
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text(f'{PAIR}\n{{"prompt": "", "completion": "b"}}\n')
+    assert "line 2: the prompt is empty" in refused_here(FINETUNE, "--base", folder, "--data-file", empty)
     error = refused_here(FINETUNE, "--base", folder, "--data-file", file)
     assert 'line 1: "messages" need a chat template, and this tokenizer has none' in error
     config = LlamaConfig(**SMALL | {"vocab_size": 300}, **HEADS)
     error = refused_here(FINETUNE, "--base", save_base(tmp_path / "few", config, tokenizer), "--data-file", rows[0])
     assert "is beyond the model's 300 embeddings" in error
+
+
+@pytest.mark.parametrize(("values", "because"), [
+    ({"hidden_size": "x"}, "config.json cannot be used"),
+    ({"num_attention_heads": 0}, "config.json cannot be used"),
+    ({"hidden_act": "none"}, "config.json cannot be used"),
+    ({"architectures": None, "model_type": "vit"}, "holds vit, which is not a decoder"),
+])  # fmt: skip
+def test_a_wrong_value_in_the_configuration_is_refused(values, because, base, rows, tmp_path):
+    folder = damaged(base, tmp_path / "base", **values)
+    assert because in refused_here(FINETUNE, "--base", folder, "--data-file", rows[0])
+
+
+def test_a_node_with_other_weights_is_refused(base):
+    import pretrained
+
+    from shared.distributed import Worker
+
+    args, run = Options(base=str(base)), Options(options={"base": f"with weights {pretrained.checksum(base)}"})
+    pretrained.check_same_base(args, run, Worker())
+    run = Options(options={"base": "with weights 0"})
+    pretrained.check_same_base(args, run, Worker(rank=1, local_rank=1))  # its node's first process has done it
+    with pytest.raises(ValueError, match="has other weights in --base"):
+        pretrained.check_same_base(args, run, Worker())
+
+
+def test_an_export_that_somebody_else_made_meanwhile_is_refused(base, tmp_path):
+    """One that workers of this run have made, which died a moment later, is what was asked for."""
+    import pretrained
+
+    from shared.distributed import Worker
+
+    (tmp_path / "out").mkdir()
+    args = Options(export=str(tmp_path / "out"), base=str(base), merge=False, lora_rank=0)
+    for note in (None, ("somewhere else", 0.0)):
+        run = Options(local_mode=False, read_file=lambda name, note=note: note)
+        with pytest.raises(UsageError, match="was made by somebody else meanwhile"):
+            pretrained.export(None, args, run, Worker())
+    pretrained.export(None, args, Options(local_mode=False, read_file=lambda name: (args.export, 0.0)), Worker())
+    assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
 def test_options_are_refused(base, rows, tmp_path):
@@ -649,7 +735,8 @@ def test_options_are_refused(base, rows, tmp_path):
         (["--merge", "--lora-rank", 2], "--merge goes with --export and --lora-rank"),
         (["--lora-alpha", 2], "--lora-alpha goes with --lora-rank"),
         (["--lora-dropout", 0.1], "--lora-dropout goes with --lora-rank"),
-        (["--lora-rank", 2, "--lora-targets", "q_proj,w_proj"], "no linear layer is called w_proj; use down_proj, "),
+        (["--lora-rank", 2, "--lora-targets", "q_proj,w_proj"], "for an adapter is called w_proj; use some of down_p"),
+        (["--lora-rank", 2, "--lora-targets", "lm_head"], "for an adapter is called lm_head"),  # it is the embedding
         (["--accumulate", 3], "--accumulate 3 does not divide the 32 rows of a rank"),
         (["--export", "/proc/new"], "cannot write"),
         (["--dataset", "digits"], "invalid choice: 'digits'"),
