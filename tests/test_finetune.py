@@ -243,8 +243,9 @@ TEMPLATES = {  # what they write of the turns "one" and "two", and how much of i
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_of_others(name, tokenizer, tmp_path):
     """What follows the end token does not count, a token or not."""
-    import pairs
     from transformers import AutoTokenizer
+
+    import pairs
 
     template, before, counts, after = TEMPLATES[name]
     tokenizer.save_pretrained(tmp_path)
@@ -587,7 +588,7 @@ SYSTEM = (
 )
 
 BASES = {
-    "no folder": (lambda base, folder, _: folder, "is not a folder. Download a model of the Hub first: hf download"),
+    "no folder": (lambda base, folder, _: folder, "is not a folder, and every node needs it. Download a model of the Hub first: hf download"),
     "no config": (lambda base, folder, _: damaged(base, folder, "config.json"), "has no config.json"),
     "an adapter": (lambda base, folder, _: adapter_folder(base, folder), "an adapter: export with --merge instead"),
     "no tokenizer": (lambda base, folder, _: damaged(base, folder, "token*"), "has no tokenizer"),
@@ -651,7 +652,7 @@ PAIR = '{"prompt": "a", "completion": "b"}'
     ('{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
-    ('{"prompt": "a", "completion": "\\ud800"}', "line 2: "),
+    ('{"prompt": "c", "completion": "\\ud800"}', "line 2: "),
     (json.dumps({"prompt": "x" * 999, "completion": "b"}), "tokens, but the model takes 128"),
 ])  # fmt: skip
 def test_a_row_is_refused_with_its_line(line, because, base, tmp_path):
@@ -699,7 +700,6 @@ def test_a_wrong_value_in_the_configuration_is_refused(values, because, base, ro
 
 def test_a_node_with_other_weights_is_refused(base):
     import pretrained
-
     from shared.distributed import Worker
 
     args, run = Options(base=str(base)), Options(options={"base": f"with weights {pretrained.checksum(base)}"})
@@ -713,7 +713,6 @@ def test_a_node_with_other_weights_is_refused(base):
 def test_an_export_that_somebody_else_made_meanwhile_is_refused(base, tmp_path):
     """One that workers of this run have made, which died a moment later, is what was asked for."""
     import pretrained
-
     from shared.distributed import Worker
 
     (tmp_path / "out").mkdir()
