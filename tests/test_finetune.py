@@ -588,7 +588,7 @@ SYSTEM = (
 )
 
 BASES = {
-    "no folder": (lambda base, folder, _: folder, "is not a folder, and every node needs it. Download a model of the Hub first: hf download"),
+    "no folder": (lambda base, folder, _: folder, "is not a folder, and every node needs it. Download a model of the"),
     "no config": (lambda base, folder, _: damaged(base, folder, "config.json"), "has no config.json"),
     "an adapter": (lambda base, folder, _: adapter_folder(base, folder), "an adapter: export with --merge instead"),
     "no tokenizer": (lambda base, folder, _: damaged(base, folder, "token*"), "has no tokenizer"),
