@@ -252,11 +252,12 @@ def check(args: Namespace, driver: Worker) -> dict:
     for name, given in ((tiny_base.BASE, args.base), (tiny_base.PAIRS[0], args.data_file)):
         if Path(args.data_dir, name) == Path(given):
             tiny_base.make(args.data_dir, name, driver.log)
-    splits = PairTask.load(args)
+    PairTask.load(args)
     pretrained.build(args, torch.float32)
     return {
         "base": f"with weights {pretrained.checksum(args.base, driver.log)}",
-        "data_file": f"with rows {splits.train.checksum():08x}",
+        # Not of the tokens: some templates write today's date.
+        "data_file": f"with checksum {zlib.crc32(Path(args.data_file).read_bytes()):08x}",
         "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
         "lora_dropout": args.lora_dropout, "accumulate": args.accumulate, "max_grad_norm": args.max_grad_norm,
         "warmup_steps": args.warmup_steps,
@@ -402,26 +403,32 @@ def tokenize_turns(row: Turns | tuple[str, str], tokenizer: object) -> tuple[lis
     """Return tokens and answer mask of a chat, as the tokenizer's template writes it. A pair is a chat of two turns.
 
     The text is cut where the model would begin to write an answer, and the pieces are tokenized apart, as `generate`
-    sees them. An answer ends with its first special token: some templates write a newline or more after that.
+    sees them. An answer ends with the first special token after its content: some templates write more after that.
     """
     if isinstance(row, tuple):
         row = [{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}]
     text = tokenizer.apply_chat_template(row, tokenize=False)
+    answers = [count for count, turn in enumerate(row) if turn["role"] == "assistant"]
     starts = []
-    for count, turn in enumerate(row):
-        if turn["role"] == "assistant":
-            prompt = tokenizer.apply_chat_template(row[:count], tokenize=False, add_generation_prompt=True)
-            if not text.startswith(prompt):
-                raise ValueError("the chat template begins an answer in one way, and asks for it in another")
-            starts.append(len(prompt))
+    for count in answers:
+        prompt = tokenizer.apply_chat_template(row[:count], tokenize=False, add_generation_prompt=True)
+        if not text.startswith(prompt):
+            raise ValueError("the chat template begins an answer in one way, and asks for it in another")
+        starts.append(len(prompt))
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    special |= set(tokenizer.all_special_ids)
     tokens = tokenizer(text[: starts[0]], add_special_tokens=False)["input_ids"]
-    answer = [False] * len(tokens)
-    for start, end in pairwise([*starts, len(text)]):
-        piece = tokenizer(text[start:end], add_special_tokens=False)["input_ids"]
-        length = next((place for place, token in enumerate(piece, start=1) if token in special), None)
-        if length is None:
+    mask = [False] * len(tokens)
+    for count, (start, end) in zip(answers, pairwise([*starts, len(text)]), strict=True):
+        content, piece = row[count]["content"].strip(), text[start:end]
+        if content not in piece:
+            raise ValueError(f"the chat template does not write all of turn {count + 1}")
+        written = piece.index(content) + len(content)
+        encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
+        places = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
+        ends = [number for number, (token, (at, _)) in enumerate(places, 1) if token in special and at >= written]
+        if not ends:
             raise ValueError("the chat template writes no special token after an answer, so it would never end")
-        tokens += piece
-        answer += [True] * length + [False] * (len(piece) - length)
-    return tokens, answer
+        tokens += encoded["input_ids"]
+        mask += [number < ends[0] for number in range(len(encoded["input_ids"]))]
+    return tokens, mask

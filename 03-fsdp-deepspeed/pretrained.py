@@ -83,10 +83,10 @@ def read_config(folder: str | Path) -> PretrainedConfig:
         raise ValueError(f"--base {folder} is quantized; give its float32 or bfloat16 version")
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     architectures = config.architectures or [decoder or config.model_type]
-    if decoder not in architectures or config.is_encoder_decoder:
-        raise ValueError(
-            f"--base {folder} holds {architectures[0]}, which is not a decoder that writes text (CausalLM)"
-        )
+    # A configuration that can be an encoder's says which one it is.
+    if [decoder] != architectures or config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
+        kind = architectures[0] if isinstance(architectures, list) else architectures
+        raise ValueError(f"--base {folder} holds {kind}, which is not a decoder that writes text (CausalLM)")
     return config
 
 
@@ -180,7 +180,11 @@ def checksum(folder: str | Path, log: Callable[[str], None] = lambda line: None)
 
 
 def check_same_base(args: Namespace, run: RayRun, worker: Worker) -> None:
-    """Raise ValueError, on a node whose base has other weights than the driver's. One process per node reads them."""
+    """Raise ValueError, on a node whose base has other weights than the driver's. One process per node reads them.
+
+    Waits for a folder that is mounted late, and raises OSError if it does not come.
+    """
+    retry(lambda: read_config(args.base), run.patience_s)
     if worker.local_rank == 0 and run.options["base"] != f"with weights {checksum(args.base, worker.log)}":
         raise ValueError(f"node {socket.gethostname()} has other weights in --base {args.base} than the driver")
 
@@ -320,7 +324,14 @@ def check_export(args: Namespace) -> None:
 def check_export_is_shared(args: Namespace, worker: Worker) -> None:
     """Raise UsageError, on every rank, if a node does not see the folder in which --export will be made. Collective."""
     parent = Path(args.export).parent
-    probe = from_rank_zero(tempfile.mkdtemp(dir=parent) if worker.rank == 0 else None)
+    probe = None
+    with fail_together():
+        if worker.rank == 0:
+            try:
+                probe = tempfile.mkdtemp(dir=parent)
+            except OSError as error:
+                raise ValueError(f"cannot write to --export {args.export}: {error.strerror}") from error
+    probe = from_rank_zero(probe)
     with fail_together():
         try:
             retry(lambda: os.stat(probe), seconds=10)
@@ -345,6 +356,7 @@ def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker) -> No
     if from_rank_zero(folder.exists() and note is not None and note[0] == str(folder)):
         return
     with fail_together():
+        stored = weight_files(base)
         if worker.rank == 0:
             if folder.exists():
                 raise ValueError(f"--export {folder} was made by somebody else meanwhile. {EXPORT_AGAIN}")
@@ -353,7 +365,6 @@ def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker) -> No
                 partial.mkdir()
             except OSError as error:
                 raise ValueError(f"cannot write to --export {folder}: {error.strerror}. {EXPORT_AGAIN}") from error
-    stored = weight_files(base)
     if args.merge:
         share = merge(model, stored)
         if worker.rank == 0:
@@ -381,7 +392,8 @@ def write_model(model: nn.Module, base: Path, folder: Path, stored: dict, worker
 
     Each rank writes its slices, and rank 0 joins them, one tensor at a time. stored: from `weight_files`.
     """
-    files = {} if (base / WEIGHTS).is_file() else json.loads((base / INDEX).read_text())["weight_map"]
+    with fail_together():
+        files = {} if (base / WEIGHTS).is_file() else json.loads((base / INDEX).read_text())["weight_map"]
     numbers = {name: number for number, name in enumerate(sorted(set(files.values())), start=1)}
     tensors = {name: tensor.detach().to(stored[name][1]) for name, tensor in base_tensors(model).items()}
     slices = folder / "slices"

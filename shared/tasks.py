@@ -225,8 +225,8 @@ def build(
     task_class = task_for(args.dataset, tasks)
     with fail_together(), local_first(worker):
         splits = retry(lambda: task_class.load(args), patience_s)
-    task = task_class(args, splits, worker.device)
     with fail_together():
+        task = task_class(args, splits, worker.device)
         task.check_sizes(max(worker.world_size, max_world_size))
     check_same(task.checksum(), task.differ)
     return task

@@ -259,6 +259,26 @@ def test_templates_of_others(name, tokenizer, tmp_path):
     assert parts == [before + after, counts]
 
 
+def test_an_answer_may_hold_a_special_token(tokenizer, monkeypatch):
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    tokens, answer = pairs.tokenize_turns(("one", "a <|end|> ends a turn"), tokenizer)
+    counts = tokenizer.decode([token for token, marked in zip(tokens, answer, strict=True) if marked])
+    assert counts == "a <|end|> ends a turn<|end|>"
+
+
+def test_an_answer_that_its_template_shortens_is_refused(tokenizer, monkeypatch):
+    """As some do with what a model has thought in earlier turns."""
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML.replace("m.content", "m.content.split('</think>')[-1]"))
+    chat = [{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "well</think>two"), ("user", "three"), ("assistant", "four")]]  # fmt: skip
+    with pytest.raises(ValueError, match="the chat template does not write all of turn 2"):
+        pairs.tokenize_turns(chat, tokenizer)
+
+
 def test_an_answer_that_begins_with_a_newline_is_cut_from_its_prompt(tokenizer, monkeypatch):
     """Two newlines could be one token, but `generate` is given the first one and writes the second."""
     import pairs
@@ -511,7 +531,7 @@ def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
     again = [*options, "--storage-path", tmp_path, "--run-name", "run", "--resume"]
     error = refused_here(FINETUNE, *again, "--base", other)
     assert "is of --base with weights" in error and "but this run asks for --base with weights" in error
-    assert "is of --data-file with rows" in refused_here(FINETUNE, *again, "--data-file", rows[1])
+    assert "is of --data-file with checksum" in refused_here(FINETUNE, *again, "--data-file", rows[1])
     assert "is of --lora-alpha 8.0, but" in refused_here(FINETUNE, *again, "--lora-alpha", 9)
     error = refused_here(FINETUNE, *again, "--lora-rank", 2)
     assert "is of --lora-rank 4, but this run asks for --lora-rank 2" in error
@@ -702,9 +722,10 @@ def test_a_node_with_other_weights_is_refused(base):
     import pretrained
     from shared.distributed import Worker
 
-    args, run = Options(base=str(base)), Options(options={"base": f"with weights {pretrained.checksum(base)}"})
+    args, weights = Options(base=str(base)), {"base": f"with weights {pretrained.checksum(base)}"}
+    run = Options(options=weights, patience_s=0)
     pretrained.check_same_base(args, run, Worker())
-    run = Options(options={"base": "with weights 0"})
+    run = Options(options={"base": "with weights 0"}, patience_s=0)
     pretrained.check_same_base(args, run, Worker(rank=1, local_rank=1))  # its node's first process has done it
     with pytest.raises(ValueError, match="has other weights in --base"):
         pretrained.check_same_base(args, run, Worker())
