@@ -41,7 +41,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     logging,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 logging.set_verbosity_error()
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")  # peft uses it
@@ -83,8 +83,9 @@ def read_config(folder: str | Path) -> PretrainedConfig:
         raise ValueError(f"--base {folder} is quantized; give its float32 or bfloat16 version")
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     architectures = config.architectures or [decoder or config.model_type]
-    # A configuration that can be an encoder's says which one it is.
-    if [decoder] != architectures or config.is_encoder_decoder or getattr(config, "is_decoder", True) is False:
+    # A model that fills in masks is a decoder too only if its configuration says so.
+    is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
+    if [decoder] != architectures or config.is_encoder_decoder or is_encoder:
         kind = architectures[0] if isinstance(architectures, list) else architectures
         raise ValueError(f"--base {folder} holds {kind}, which is not a decoder that writes text (CausalLM)")
     return config

@@ -712,6 +712,7 @@ def test_more_of_the_rows_are_refused(base, rows, tokenizer, tmp_path):
     ({"num_attention_heads": 0}, "config.json cannot be used"),
     ({"hidden_act": "none"}, "config.json cannot be used"),
     ({"architectures": None, "model_type": "vit"}, "holds vit, which is not a decoder"),
+    ({"architectures": ["BertLMHeadModel"], "model_type": "bert"}, "holds BertLMHeadModel, which is not a decoder"),
 ])  # fmt: skip
 def test_a_wrong_value_in_the_configuration_is_refused(values, because, base, rows, tmp_path):
     folder = damaged(base, tmp_path / "base", **values)
