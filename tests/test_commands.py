@@ -37,6 +37,7 @@ PAGES = {  # and the folder that its commands are run in
     "README.md": ".",
     "docs/set-up.md": ".",
     "docs/scripts.md": ".",
+    "docs/what-else.md": ".",
     "TEACHING.md": ".",
     "CONTRIBUTING.md": ".",
     "benchmarks/README.md": ".",

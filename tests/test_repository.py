@@ -185,7 +185,7 @@ def test_the_workshop_asks_for_what_shared_and_the_training_scripts_import():
         assert path.parent.name in ("on_ray", "checks") or imported(path) <= needed, path
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/scripts.md", "CHANGELOG.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/scripts.md", "docs/what-else.md", "CHANGELOG.md"])
 def test_the_pages_name_the_pinned_versions(page):
     pins = dict(re.findall(r"^(\w+)(?:\[.+\])?==(\d+\.\d+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
     named = re.search(r"torch (\S+), Ray (\S+)(?:,| and) DeepSpeed (\d+\.\d+)", (ROOT / page).read_text())
