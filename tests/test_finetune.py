@@ -515,7 +515,7 @@ def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
     (tmp_path / "undisturbed").mkdir()
     undisturbed = Fork(2, tmp_path / "undisturbed", *options, "--num-workers", 0, script=FINETUNE)
     run = Fork(0, tmp_path, *options, "--num-workers", 2, "--run-name", "run", script=FINETUNE)
-    run.wait_for(tmp_path, "run/checkpoint-*")
+    run.wait_for(tmp_path, "run/checkpoint-00000007-*")  # the second: so the first one is complete
     run.ray_processes("RayTrainWorker")[-1].kill()
     assert run.finish() == 0, run.text
     assert undisturbed.finish() == 0, undisturbed.text
