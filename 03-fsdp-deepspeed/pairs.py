@@ -126,10 +126,8 @@ class PairTask(Task):
 
     def __init__(self, args: Namespace, splits: Splits, device: torch.device) -> None:
         super().__init__(args, splits, device)
-        self.tokenizer, self.context = (
-            pretrained.read_tokenizer(args.base),
-            context_of(pretrained.read_config(args.base)),
-        )
+        self.tokenizer = pretrained.read_tokenizer(args.base)
+        self.context = context_of(pretrained.read_config(args.base))
         # The tokens that end an answer: the last one of each.
         self.ends = sorted({int(tokens[is_answer][-1]) for tokens, is_answer in splits.train.rows})
 

@@ -60,20 +60,19 @@ def make(folder: str | Path, name: str, log: Callable[[str], None] = print) -> N
 def kind_of(node: ast.stmt) -> str | None:
     """Return in words what a statement is, or None for a kind that the task leaves out."""
     value = getattr(node, "value", None)
-    what = "call" if isinstance(value, ast.Call) else "constant" if isinstance(value, ast.Constant) else "value"
+    what = "a constant" if isinstance(value, ast.Constant) else "a value"
+    what = "the result of a call" if isinstance(value, ast.Call) else what
     match node:
         case ast.Import():
             return "an import of a module"
         case ast.ImportFrom():
             return "an import of names from a module"
         case ast.Assign():
-            ends = {"call": "the result of a call", "constant": "a constant", "value": "a value"}
-            return f"an assignment of {ends[what]}"
+            return f"an assignment of {what}"
         case ast.AugAssign(op=ast.Add()):
             return "an assignment that adds"
         case ast.Return():
-            ends = {"call": "the result of a call", "constant": "a constant", "value": "a value"}
-            return f"a return of {ends[what]}" if value else None
+            return f"a return of {what}" if value else None
         case ast.Raise():
             return "a raised exception"
         case ast.Expr(value=ast.Call()):

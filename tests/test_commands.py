@@ -627,13 +627,13 @@ RUN_BY = {
     r"python .*train_ray_ddp\.py --num-workers 2 --dataset text": "03-fsdp-deepspeed/05_choosing.ipynb",
     r"python train_ray_deepspeed\.py --num-workers 2 .*": "03-fsdp-deepspeed/04_deepspeed_zero.ipynb",
     r"python train_ray_finetune\.py --num-workers 2 --export tuned": (
-        "tests/test_finetune.py::test_the_default_base_and_rows"
+        "tests/test_finetune.py::test_the_default_base_and_rows"  # two ranks, in local mode
     ),
     r"python train_ray_finetune\.py --num-workers 2 --lora-rank .*": (
-        "tests/test_finetune.py::test_an_export_answers_as_the_run_has_measured"
+        "tests/test_finetune.py::test_a_killed_worker_leaves_no_trace"
     ),
     r"python train_ray_finetune\.py --num-workers 2 --base .*": (
-        "tests/test_finetune.py::test_a_merged_export_is_base_and_adapter_in_one"
+        "tests/test_finetune.py::test_a_merged_export_is_base_and_adapter_in_one"  # two ranks, in local mode
     ),
     r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",

@@ -347,7 +347,11 @@ def exported(base, rows, tokenizer, tmp_path_factory) -> dict[str, tuple[Path, P
     bases = {"llama": base, "adapter": base, "merged": base, **others, "merged bf16": others["qwen2"]}
     bases |= {"dropout": base, "dropout, evaluated": base}
     dropout = ["--lora-dropout", 0.3, "--epochs", 4]
-    adapters = {"adapter": [], "merged": ["--merge"], "merged bf16": ["--merge", "--precision", "bf16", "--lr", 1e-3]}
+    adapters = {
+        "adapter": [],
+        "merged": ["--merge", "--activation-checkpointing"],
+        "merged bf16": ["--merge", "--precision", "bf16", "--lr", 1e-3],
+    }
     adapters |= {"dropout": dropout, "dropout, evaluated": [*dropout, "--eval-every-steps", 2]}
     for name, path in bases.items():
         options = ["--data-file", rows[0], "--val-file", rows[1], "--batch-size", 16, "--max-steps", 12, "--lr", 1e-2]
@@ -374,9 +378,8 @@ def load_exported(name: str, base: Path, export: Path) -> tuple[object, object]:
     import peft
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(base if name == "adapter" else export, dtype=torch.float32)
-    if name == "adapter":
-        model = peft.PeftModel.from_pretrained(model, export)
+    load = peft.AutoPeftModelForCausalLM if name == "adapter" else AutoModelForCausalLM
+    model = load.from_pretrained(export, dtype=torch.float32)
     return model.eval(), AutoTokenizer.from_pretrained(export)
 
 
@@ -430,7 +433,7 @@ def test_an_export_is_as_its_base(name, exported):
 
 @torch.no_grad()
 def test_a_merged_export_is_base_and_adapter_in_one(exported):
-    """The run is that of the adapter, and sums in float32 differ in rounding alone."""
+    """The run is that of the adapter, bit for bit also with activations recomputed, and the sums differ in rounding."""
     tokens = torch.randint(3, 1024, (2, 20), generator=torch.Generator().manual_seed(0))
     both, merged = (load_exported(name, *exported[name][:2])[0] for name in ("adapter", "merged"))
     assert exported["adapter"][2]["step_losses"] == exported["merged"][2]["step_losses"]
@@ -464,6 +467,29 @@ def test_evaluations_and_answers_change_nothing_that_training_draws(exported):
     assert quiet["step_losses"] == evaluated["step_losses"] and quiet["val_loss"] == evaluated["val_loss"]
     assert quiet["step_losses"] != exported["adapter"][2]["step_losses"]
     assert "evaluations" not in quiet and [each["step"] for each in evaluated["evaluations"]] == [10]
+
+
+def test_state_in_float32_takes_16_bytes_a_trained_weight_and_4_a_frozen_one(exported):
+    from transformers import AutoModelForCausalLM
+
+    weights = AutoModelForCausalLM.from_pretrained(exported["llama"][0]).num_parameters()
+    adapters = 2 * 4 * (4 * 32 + 2 * (32 + 16) + 3 * (32 + 64))  # A: blocks x rank x (in + out) of q, o, k, v and MLP
+    for name, whole in (("llama", 16 * weights), ("adapter", 4 * weights + 16 * adapters)):
+        assert exported[name][2]["state_bytes_per_rank"] == pytest.approx(whole / 2, rel=0.02)
+
+
+@pytest.mark.parametrize(("options", "lr"), [
+    ((), 1e-3),
+    (("--lora-rank", "8"), 1e-2),
+    (("--base", "elsewhere"), 2e-5),
+    (("--base", "elsewhere", "--lora-rank", "8"), 2e-4),
+    (("--lora-rank", "8", "--lr", "0.5"), 0.5),
+])  # fmt: skip
+def test_the_default_learning_rate(options, lr):
+    import pairs
+    from shared.on_ray.command_line import ray_parser
+
+    assert ray_parser("", (pairs.PairTask,)).parse_args(options).lr == pytest.approx(lr)
 
 
 def test_a_frozen_base_in_bfloat16_takes_two_bytes_a_weight(exported):
