@@ -141,7 +141,8 @@ def pretrain(folder: Path) -> None:
     """Train the base on the files for training, and write it to `folder` as `save_pretrained` does."""
     text = "".join(file.read_text(encoding="utf-8") for file in source_files(for_validation=False))
     tokenizer = build_tokenizer(text)
-    tokens = torch.tensor(tokenizer(text)["input_ids"])
+    # Two empty lines end a function or class. An end token there teaches the base that a text can end.
+    tokens = torch.tensor(tokenizer(text.replace("\n\n\n", tokenizer.eos_token))["input_ids"])
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,

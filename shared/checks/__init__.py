@@ -45,6 +45,10 @@ from shared.checks.chapter_3 import (  # noqa: F401
     exercise_3_5a,
     exercise_3_5b,
 )
+from shared.checks.chapter_3_finetuning import (  # noqa: F401
+    exercise_3_6a,
+    exercise_3_6b,
+)
 from shared.checks.chapter_4 import (  # noqa: F401
     exercise_4_1a,
     exercise_4_1b,
