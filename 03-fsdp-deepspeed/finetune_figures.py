@@ -30,3 +30,20 @@ def tokens(words: Sequence[str], marked: Sequence[bool], title: str) -> Axes:
     axes.set(xlim=(-0.5, width), ylim=(lines + 0.5, -0.5))
     axes.axis("off")
     return axes
+
+
+def lora(outputs: int, inputs: int, rank: int) -> Axes:
+    """Draw to scale the frozen matrix W (outputs, inputs), and the adapter's B (outputs, rank) and A (rank, inputs)."""
+    axes = plots.new_axes("", size=(3.6, 3.4))
+    gap = 0.35 * inputs
+    shapes = {"W": (0, outputs, inputs), "B": (inputs + gap, outputs, rank), "A": (inputs + 2 * gap, rank, inputs)}
+    for name, (left, height, width) in shapes.items():
+        color = "#cfcfcf" if name == "W" else plots.COLORS[1]
+        axes.add_patch(plt.Rectangle((left, 0), width, height, color=color))
+        label = f"{name}\n{height} x {width}\n{'frozen' if name == 'W' else 'trained'}"
+        place = (left + width / 2, outputs / 2) if name == "W" else (left + width / 2, height + 12)
+        axes.text(*place, label, ha="center", va="center" if name == "W" else "top", fontsize=FONT)
+    axes.text(inputs + gap / 2, outputs / 2, "+", ha="center", va="center", fontsize=FONT + 6)
+    axes.set(xlim=(-10, 2 * inputs + 2.4 * gap), ylim=(outputs + 110, -10), aspect="equal")
+    axes.axis("off")
+    return axes

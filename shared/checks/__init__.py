@@ -48,6 +48,8 @@ from shared.checks.chapter_3 import (  # noqa: F401
 from shared.checks.chapter_3_finetuning import (  # noqa: F401
     exercise_3_6a,
     exercise_3_6b,
+    exercise_3_7a,
+    exercise_3_7b,
 )
 from shared.checks.chapter_4 import (  # noqa: F401
     exercise_4_1a,

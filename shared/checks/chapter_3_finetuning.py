@@ -1,6 +1,9 @@
 """The exercise checks of chapter 3's lessons on fine-tuning: 3.6, 3.7 and 3.8."""
 
 import math
+import shutil
+import tempfile
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,4 +145,195 @@ def exercise_3_6b(make_targets: Callable[[list[int]], list[int]]) -> None:
                 f"yours: {length}"
             )
         if list(seen) != expected:
+            if list(seen[:6]) == expected[:6] and expected[6:7] == [end] != list(seen[6:7]):
+                hint = "The assistant writes its END as well, and has to learn it."
             raise Wrong(f"{what}: for tokens {tokens} you return {list(seen)}, expected {expected}. {hint}")
+
+
+# --- Lesson 3.7: LoRA on shards --------------------------------------------------------------------------------------
+
+# Runs under torchrun: shards a small Llama with adapters, and lets the learner's function take the adapters out.
+TAKE_ADAPTER_OUT = """
+import json, runpy, sys
+import peft
+import torch
+from safetensors.torch import save_file
+from torch.distributed.fsdp import fully_shard
+from transformers import LlamaConfig, LlamaForCausalLM
+from shared import distributed, measure
+
+folder, script = sys.argv[1:]
+worker = distributed.join(timeout_s=120)
+config = LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+                     num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1)
+lora = peft.LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
+tokens = torch.arange(20)[None]
+
+def build():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(config).eval()
+
+base = build()
+model = peft.get_peft_model(base, lora).eval()
+torch.manual_seed(1)
+for name, parameter in model.named_parameters():
+    if "lora_" in name:
+        torch.nn.init.normal_(parameter.data, std=0.2)
+adapter_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
+with torch.no_grad():
+    expected = model(input_ids=tokens).logits
+for part in (*base.model.layers, base):
+    fully_shard(part)
+traffic = measure.Traffic()
+with traffic:
+    weights = runpy.run_path(script)["adapter_weights"](model)
+report = {"type": type(weights).__name__, "adapter_bytes": adapter_bytes, "sent": sum(traffic.sent.values())}
+if isinstance(weights, dict):
+    report["count"] = len(weights)
+    report["types"] = sorted({type(each).__name__ for each in weights.values()})
+    if worker.rank == 0 and weights and set(report["types"]) <= {"Tensor", "Parameter"}:
+        save_file({key: each.detach().contiguous() for key, each in weights.items()},
+                  f"{folder}/adapter_model.safetensors")
+        model.peft_config["default"].inference_mode = True
+        model.peft_config["default"].save_pretrained(folder)
+        try:
+            loaded = peft.PeftModel.from_pretrained(build(), folder)
+            report["stored"] = sorted(weights)
+            report["wanted"] = sorted(peft.get_peft_model_state_dict(loaded, save_embedding_layers=False))
+            with torch.no_grad():
+                report["apart"] = (loaded(input_ids=tokens).logits - expected).abs().max().item()
+        except (RuntimeError, ValueError, KeyError) as error:
+            report["error"] = str(error).strip().splitlines()[-1].strip()
+with open(f"{folder}/{worker.rank}.json", "w") as file:
+    json.dump(report, file)
+distributed.leave()
+"""
+
+
+def judge_adapter(reports: list[dict]) -> None:
+    """Raise Wrong unless rank 0 has the whole adapter, the other rank nothing, and only adapters were gathered."""
+    for rank, report in enumerate(reports):
+        if "count" not in report:
+            raise Wrong(f"rank {rank} returns an object of type {report['type']}: return a dict on every rank")
+    first, second = reports
+    if "DTensor" in first["types"]:
+        raise Wrong("rank 0 returns DTensors, which hold only its own rows: return whole tensors, of type torch.Tensor")
+    if first["count"] == 0:
+        raise Wrong("rank 0 returns nothing: return the whole adapter there")
+    if "error" in first:
+        hint = "Are these whole tensors, or a rank's rows?"
+        raise Wrong(f"peft cannot load what rank 0 returns: {first['error']}. {hint}")
+    if first["stored"] != first["wanted"]:
+        unknown = sorted(set(first["stored"]) - set(first["wanted"]))
+        missing = sorted(set(first["wanted"]) - set(first["stored"]))
+        what = f"{unknown[0]} is no tensor of the adapter" if unknown else f"{missing[0]} is missing"
+        raise Wrong(f"the names are not those that peft stores: {what}")
+    if first["apart"] > 1e-5:
+        raise Wrong(f"loaded onto a plain base, it gives logits that are off by {first['apart']:.2g}")
+    # A ring's average: half of what is gathered, on two ranks.
+    if max(first["sent"], second["sent"]) > 0.6 * first["adapter_bytes"]:
+        sent, enough = max(first["sent"], second["sent"]), first["adapter_bytes"] / 2
+        raise Wrong(
+            f"it works, but a rank sends {sent:,.0f} bytes, and {enough:,.0f} are enough to gather the adapter once. "
+            "What else do you gather?"
+        )
+    if second["count"]:
+        raise Wrong(f"rank 1 keeps {second['count']} tensors as well: return an empty dict there, to save memory")
+
+
+@exercise("3.7a", "the adapter is out of the shards, and the base stayed where it was.")
+def exercise_3_7a(script: str | Path) -> None:
+    """A file with adapter_weights(model), for a sharded PeftModel on two ranks."""
+    refuse_stub(script)
+    question = "Which ranks call full_tensor(), and for which tensors? It is a collective."
+    judge_adapter(reports_of_ranks(TAKE_ADAPTER_OUT, 2, str(script), question=question))
+
+
+def plant_adapters(folder: str | Path, causes: str = "zero fine names base", seed: int = 0) -> list[Path]:
+    """Train one adapter for each of `causes` on a very small Llama, and damage what production loads accordingly.
+
+    Returns the jobs' folders, `folder`/A and so on, each with log.txt, base/ and adapter/.
+    """
+    import peft
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    jobs = []
+    for number, cause in enumerate(causes.split()):
+        job = Path(folder, "ABCDEFGH"[number])
+        shutil.rmtree(job, ignore_errors=True)
+        (job / "base").mkdir(parents=True)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed + number)
+            base = LlamaForCausalLM(config)
+            _train(base, stride=1, steps=40)  # the pretraining: counting by one
+            weights = {name: value.detach().clone() for name, value in base.named_parameters()}
+            lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+            model = peft.get_peft_model(base, lora)
+            untrained = {key: value.clone() for key, value in peft.get_peft_model_state_dict(model).items()}
+            lines = _train(model, stride=3, steps=40)
+            elsewhere = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
+        base_file, adapter_file = job / "base/model.safetensors", job / "adapter/adapter_model.safetensors"
+        save_file(weights, base_file, metadata={"format": "pt"})
+        trained_on = f"{zlib.crc32(base_file.read_bytes()):08x}"
+        if cause == "base":
+            save_file(elsewhere, base_file, metadata={"format": "pt"})
+        config.save_pretrained(job / "base")
+        adapter = untrained if cause == "zero" else peft.get_peft_model_state_dict(model)
+        if cause == "names":  # as the inner model calls them, without peft's prefix
+            adapter = {key.removeprefix("base_model.model."): value for key, value in adapter.items()}
+        adapter_file.parent.mkdir()
+        save_file({key: value.detach().contiguous() for key, value in adapter.items()}, adapter_file)
+        model.peft_config["default"].base_model_name_or_path = "base"
+        model.peft_config["default"].inference_mode = True
+        model.peft_config["default"].save_pretrained(adapter_file.parent)
+        head = [f"base: weights {trained_on}", f"LoRA: rank 4, alpha 8, {len(load_file(adapter_file))} tensors"]
+        (job / "log.txt").write_text("\n".join([*head, *lines, "exported: adapter", ""]))
+        jobs.append(job)
+    return jobs
+
+
+def _train(model, stride: int, steps: int) -> list[str]:
+    """Teach `model` to count in steps of `stride`, and return the lines of its log."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.02)
+    lines = []
+    for step in range(1, steps + 1):
+        tokens = (torch.randint(0, 62, (16, 1)) + stride * torch.arange(9)) % 62 + 2
+        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = cross_entropy(logits[:, 1:].flatten(0, 1), tokens[:, 2:].flatten())  # the first two numbers are given
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if step == 1 or step % 10 == 0:
+            lines.append(f"step {step:2}  loss {loss.item():.3f}")
+    return lines
+
+
+SYMPTOMS = {  # what production loads, for each cause
+    "base": "log.txt names other weights for the base than base/model.safetensors holds",
+    "zero": "every lora_B in the file is zero, so the adapter adds nothing",
+    "names": "no tensor of the file has the name that peft looks for",
+    "fine": "the base is the one in the log, the adapter is not zero, and its names fit",
+}
+
+
+@exercise("3.7b", "three causes, each with evidence of its own, and none of them raises an error.")
+def exercise_3_7b(diagnose: Callable[[Path], str]) -> None:
+    """diagnose(folder) -> "base", "zero", "names" or "fine", for a job of plant_adapters."""
+    causes = ["names", "fine", "base", "zero"]
+    with tempfile.TemporaryDirectory() as folder:
+        seen = [diagnose(job) for job in plant_adapters(folder, " ".join(causes), seed=20)]
+    for answer, cause in zip(seen, causes, strict=True):
+        if answer not in SYMPTOMS:
+            choices = ", ".join(map(repr, SYMPTOMS))
+            raise Wrong(f"you return {answer!r}, which is not one of {choices}")
+        if answer != cause:
+            raise Wrong(f"for one job you return {answer!r}, and that is not it. {SYMPTOMS[cause].capitalize()}")
