@@ -50,6 +50,7 @@ from shared.checks.chapter_3_finetuning import (  # noqa: F401
     exercise_3_6b,
     exercise_3_7a,
     exercise_3_7b,
+    exercise_3_8a,
 )
 from shared.checks.chapter_4 import (  # noqa: F401
     exercise_4_1a,

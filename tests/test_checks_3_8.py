@@ -1,0 +1,144 @@
+"""The check of lesson 3.8: the stub and plausible wrong answers are rejected with a message that helps."""
+
+import json
+import os
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import ROOT, TORCHRUN
+
+from shared import checks
+from shared.checks import chapter_3_finetuning, machinery
+
+SOLUTION = ROOT / "03-fsdp-deepspeed/solutions/08_another_architecture.ipynb"
+
+
+def cell(start: str) -> str:
+    """Return the source of the solution's cell whose id is `start`."""
+    cells = json.loads(SOLUTION.read_text())["cells"]
+    (source,) = ("".join(each["source"]) for each in cells if each["id"] == start)
+    return source
+
+
+def written(start: str) -> str:
+    """Return what a %%writefile cell writes."""
+    return cell(start).partition("\n")[2] + "\n"
+
+
+RIGHT = written("write-load") + written("write-train") + written("write-export")
+GATHERED = "AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)"
+ON_META = """with torch.device("meta"):
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+"""
+FROM_FILE = "dcp.load(dict(model.named_parameters()), storage_reader=HuggingFaceStorageReader(BASE))\n"
+SHARDED = "for part in (*model.model.layers, model):\n    fully_shard(part)\n"
+CHANGES = {  # by name: what to replace, by what, and what the check says
+    "from_pretrained": (ON_META, f"model = {GATHERED}\n", "rank 0 calls from_pretrained, which loads the whole model"),
+    "not sharded": (SHARDED, "", "rank 0's optimizer holds 100% of the weights. On two ranks, half is enough"),
+    "no scale": ("model.model.embed_tokens.embed_scale.fill_(config.hidden_size**0.5)",
+                 "model.model.embed_tokens.embed_scale.zero_()",
+                 "the loss of step 1 is .* Which buffers are empty"),
+    "no frequencies": ("model.model.rotary_emb = type(model.model.rotary_emb)(config)",
+                       "[each.zero_() for each in model.model.rotary_emb.buffers()]",
+                       "the loss of step 1 is .* Which buffers are empty"),
+    "own mean": ("answer_tokens = distributed.global_sum((targets != -100).sum())",
+                 "answer_tokens = (targets != -100).sum() * 2", "the loss of step 1 is "),
+    "not multiplied": ("(loss * worker.world_size).backward()", "(loss * 0).backward()",
+                       "The steps before it are right, so the gradient is not"),
+    "sum of means": ("losses.append(distributed.global_sum(loss.detach()).item())",
+                     "losses.append(2 * distributed.global_sum(loss.detach()).item())",
+                     "It is about a half or the double: over which answer tokens is it the mean"),
+    "float64": (".detach().float()", ".detach()", "the exported weights are float64, expected float32"),
+    "no config": ('    shutil.copy(f"{BASE}/config.json", FOLDER)\n', "", "the folder .* holds no config.json"),
+    "a tensor less": ("for name, weight in model.named_parameters()}",
+                      'for name, weight in model.named_parameters() if "layers.1.mlp.up" not in name}',
+                      "the exported model lacks model.layers.1.mlp.up_proj.weight"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lesson(tmp_path_factory) -> Path:
+    """A folder in which the lesson's cells have made the base and plain.py."""
+    folder = tmp_path_factory.mktemp("lesson")
+    (folder / "runs/lesson-3-8/base").mkdir(parents=True)
+    (folder / "runs/lesson-3-8/plain.py").write_text(written("write-plain"))
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        exec(cell("imports") + "\nFOLDER = Path('runs/lesson-3-8')\n" + cell("make-base"), {})
+    finally:
+        os.chdir(before)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def launched(lesson) -> dict[str, Path]:
+    """By the name of each answer, the folder with what its two ranks wrote: one launch for all, to save time."""
+    answers = {"right": RIGHT}
+    for name, (old, new, _) in CHANGES.items():
+        assert RIGHT.count(old) == 1, name
+        answers[name] = RIGHT.replace(old, new)
+    found = {}
+    for number, (name, script) in enumerate(answers.items()):
+        folder = found[name] = lesson / f"answers/{number:02}"
+        folder.mkdir(parents=True)
+        (folder / "call.py").write_text(chapter_3_finetuning.WATCH_SCRIPT)
+        (folder / "sharded.py").write_text(script)
+        command = [str(folder / "call.py"), str(folder), str(folder / "sharded.py"), str(folder / "export")]
+        (folder / "command.json").write_text(json.dumps(command))
+    modules = ["transformers.models.gemma3.modeling_gemma3"]
+    command = [*TORCHRUN, "--nproc-per-node", "2", ROOT / "tests/many_answers.py", lesson / "answers", *modules]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    subprocess.run(command, check=True, timeout=900, env=environment, cwd=lesson)
+    return found
+
+
+@pytest.fixture
+def check_launched(lesson, launched, monkeypatch):
+    """Return a function that runs the check on an answer that was launched already, in this process."""
+    monkeypatch.chdir(lesson)
+
+    def check(name: str) -> bool:
+        folder = launched[name]
+
+        def run_script(path, nproc, into, script, out):
+            assert (Path(path).read_text(), nproc) == (chapter_3_finetuning.WATCH_SCRIPT, 2)
+            codes = [int((folder / f"{rank}.code").read_text()) for rank in range(2)]
+            machinery.expect_success(
+                int(codes != [0, 0]), "".join((folder / f"{rank}.err").read_text() for rank in range(2))
+            )
+            for rank in range(2):
+                shutil.copy(folder / f"{rank}.json", into)
+            shutil.copytree(folder / "export", out)
+
+        def run_command(words):  # plain.py and the comparison, without the imports of a new process
+            monkeypatch.setattr(sys, "argv", words)
+            runpy.run_path(words[0], run_name="__main__")
+            return 0, ""
+
+        monkeypatch.setattr(machinery, "run_script", run_script)
+        monkeypatch.setattr(chapter_3_finetuning, "run_command", run_command)
+        shutil.copy("runs/lesson-3-8/plain.py", folder)
+        return checks.exercise_3_8a(folder / "sharded.py", strict=True)
+
+    return check
+
+
+def test_3_8a_accepts(check_launched):
+    assert check_launched("right")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_3_8a_rejects(name, check_launched):
+    with pytest.raises(AssertionError, match=CHANGES[name][2]):
+        check_launched(name)
+
+
+def test_3_8a_is_a_stub(tmp_path):
+    (tmp_path / "sharded.py").write_text("raise NotImplementedError  # put your script here instead\n")
+    with pytest.raises(AssertionError, match="not done yet"):
+        checks.exercise_3_8a(tmp_path / "sharded.py", strict=True)
