@@ -29,7 +29,8 @@ def written(start: str) -> str:
     return cell(start).partition("\n")[2] + "\n"
 
 
-RIGHT = written("write-load") + written("write-train") + written("write-export")
+PARTS = ("imports", "shard", "fill", "batches", "train", "export", "rest")
+RIGHT = "".join(written(f"write-{part}") for part in PARTS)
 GATHERED = "AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)"
 ON_META = """with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)

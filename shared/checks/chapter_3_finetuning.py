@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -277,6 +278,7 @@ def plant_adapters(folder: str | Path, causes: str = "zero fine names base", see
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1, architectures=["LlamaForCausalLM"],
     )  # fmt: skip
+    warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")  # peft uses it
     jobs = []
     for number, cause in enumerate(causes.split()):
         job = Path(folder, "ABCDEFGH"[number])
