@@ -28,7 +28,7 @@ from shared.on_ray import command_line
 PAGE = ROOT / "docs/slurm.md"
 FILES = [ROOT / "docs/slurm/torchrun.sbatch", ROOT / "docs/slurm/ray.sbatch"]
 TASKS = (tasks.ImageTask, tasks.TextTask)
-TRAINING = ["--model", "resnet8", "--precision", "fp64", "--epochs", "1", "--quiet"]
+TRAINING = ["--model", "resnet8", "--precision", "fp64", "--epochs", "1", "--max-steps", "12", "--quiet"]
 # What Slurm sets in a job of two nodes with a CPU each, and its ID.
 JOB = {"SLURM_JOB_ID": "8421", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(ROOT)}
 # Of the manual of Slurm 22.05: the options that the files use, and what they may be.
