@@ -25,6 +25,7 @@ COPIED = ("0*-*", "docs", "benchmarks", "shared", "tests", "*.md", "requirements
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "logs", "data", "*.egg-info", "yours-*")
 LANGUAGES = {
     ".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".txt": "text",
+    ".sbatch": "bash",
     "Dockerfile": "docker", "Makefile": "make",
 }  # fmt: skip
 ORPHAN = "---\norphan: true\n---\n"  # a page that is in no list of pages

@@ -2,6 +2,7 @@
 
 Made of Linux namespaces, which needs root. Names and networks are random, so that two runs on one machine do not meet.
 As on Debian and Ubuntu, a host's own name leads to 127.0.1.1 there, and the names of the others to their addresses.
+With a shared folder they are a cluster's nodes: each name leads to the same address everywhere, its own host included.
 """
 
 import contextlib
@@ -74,8 +75,8 @@ def free_network() -> str:
 
 
 @contextlib.contextmanager
-def hosts(number: int, folder: Path) -> Iterator[tuple[str, list[Host]]]:
-    """(this machine's address on the wire, the hosts). folder: for their private files."""
+def hosts(number: int, folder: Path, shared: Path | None = None) -> Iterator[tuple[str, list[Host]]]:
+    """(this machine's address on the wire, the hosts). folder: for their private files. shared: one that all see."""
     token, network = secrets.token_hex(3), free_network()
     bridge, first_processes, made = f"br{token}", [], []
     call("ip", "link", "add", bridge, "type", "bridge")
@@ -87,20 +88,21 @@ def hosts(number: int, folder: Path) -> Iterator[tuple[str, list[Host]]]:
             private, wire = folder / name, f"v{token}{index}"
             for part in ("tmp", "home"):
                 (private / part).mkdir(parents=True)
-            lines = [f"{'127.0.1.1' if other == name else addresses[other]} {other}" for other in addresses]
+            known = addresses if shared else addresses | {name: "127.0.1.1"}
+            lines = [f"{known[other]} {other}" for other in known]
             (private / "hosts").write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
-            script = ["mount -t tmpfs tmpfs /mnt"]
-            for slot, path in enumerate(KEPT):
+            script, kept = ["mount -t tmpfs tmpfs /mnt"], [*KEPT, *([str(shared)] if shared else [])]
+            for slot, path in enumerate(kept):
                 script.append(f"mkdir /mnt/{slot} && mount --rbind {shlex.quote(path)} /mnt/{slot}")
             script += [
                 f"mount --bind {private}/hosts /etc/hosts", "mount -t tmpfs -o size=2g tmpfs /dev/shm",
                 f"mount --bind {private}/home {Path.home()}", f"mount --bind {private}/tmp /tmp",
             ]  # fmt: skip
-            for slot, path in enumerate(KEPT):
+            for slot, path in enumerate(kept):
                 where = shlex.quote(path)
                 script.append(f"[ -e {where}/bin ] || [ -e {where}/Makefile ] || "
                               f"{{ mkdir -p {where} && mount --rbind /mnt/{slot} {where}; }}")  # fmt: skip
-            script += [f"hostname {name}", "ip link set lo up", "echo ready", "exec sleep infinity"]
+            script += [f"hostname {name}", "ip link set lo up", "echo ready", "sleep infinity & wait"]
             spaces = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--mount-proc", "--kill-child"]
             # If this process is killed, its hosts end with it.
             tied = ["setpriv", "--pdeathsig", "KILL", "unshare", *spaces]

@@ -38,6 +38,7 @@ PAGES = {  # and the folder that its commands are run in
     "docs/set-up.md": ".",
     "docs/scripts.md": ".",
     "docs/what-else.md": ".",
+    "docs/slurm.md": ".",
     "TEACHING.md": ".",
     "CONTRIBUTING.md": ".",
     "benchmarks/README.md": ".",
@@ -74,6 +75,8 @@ ONLY_SHAPE = {
     "kubectl": "not on every machine; knows its objects from a cluster",
     "mkdir": "makes what is named",
     "nvidia-smi": "not on every machine",
+    "scancel": "not on every machine",
+    "squeue": "not on every machine",
     "ssh": "the host is the reader's",
     "ulimit": "bash's own",
     "wsl": "on Windows only",
@@ -473,6 +476,16 @@ def check_bash(command: Command) -> None:
         raise Wrong(f"{command}: no checker knows this script")
 
 
+def check_sbatch(command: Command) -> None:
+    """A file for Slurm, with its options of Slurm before it and those of the script that it starts after it."""
+    (file,) = [word for word in command.words if word.endswith(".sbatch")]
+    exists(command, file)
+    text, place = (command.folder / file).read_text(), command.words.index(file)
+    refuse_foreign(command, list(command.words[1:place]), set(re.findall(r"^#SBATCH (--[\w-]+)", text, re.MULTILINE)))
+    (script,) = re.findall(r"\b0\d-\S+\.py", text)
+    check_script(command, ROOT / script, list(command.words[place + 1 :]))
+
+
 def check_shape(command: Command) -> None:
     """What bash says to it; and what it starts after `--` is checked."""
     done = subprocess.run(["bash", "-n", "-c", shlex.join(command.words)], capture_output=True, text=True)
@@ -518,6 +531,7 @@ CHECKERS: dict[str, Callable[[Command], None]] = {
     "pytest": check_pytest,
     "python": check_python,
     "ray": check_ray,
+    "sbatch": check_sbatch,
     "source": check_source,
     "sudo": check_sudo,
     "torchrun": check_torchrun,
@@ -635,6 +649,10 @@ RUN_BY = {
     r"python train_ray_finetune\.py --num-workers 2 --base .*": (
         "tests/test_finetune.py::test_a_merged_export_is_base_and_adapter_in_one"  # two ranks, in local mode
     ),
+    r"sbatch .*torchrun\.sbatch .*": (
+        "tests/test_slurm.py::test_a_job_with_torchrun_is_requeued_and_ends_like_one_process"
+    ),
+    r"sbatch .*ray\.sbatch .*": "tests/test_slurm.py::test_a_job_with_ray_computes_what_one_process_does",
     r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"python elastic\.py .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
@@ -674,7 +692,7 @@ NOT_RUN = {
     r"make lint|make hooks": "for those who commit, not for learners",
     r"make wheelhouse": "needs a network, and 3 GB",
     r"(uv )?pip install -?-.*|uv venv .*": "needs a network; `make lab` and `make test` install the same files by it",
-    r"pip install|ray up|ray start": "the mention of a command",
+    r"pip install|ray (up|start|stop|symmetric-run)": "the mention of a command",
     r"ray get-auth-token": "prints a secret of the machine that it is run on",
     r"source .*": "a shell's own; its file is what `make lab` makes",
     r"torchrun .* --nproc-per-node 8 .*": "needs eight GPUs and a download",
@@ -943,6 +961,9 @@ def wrong_with(content: str, page: str = "01-ddp-pytorch-only/README.md", inline
     ("frobnicate --now", "no checker knows the program frobnicate"),
     ("python train_ddp.py --help && frobnicate", "no checker knows the program frobnicate"),
     ('export TOKEN="$(frobnicate)"', "no checker knows the program frobnicate"),
+    ("sbatch --node=2 ../docs/slurm/ray.sbatch", "no option --node"),
+    ("sbatch ../docs/slurm/ray.sbatch --epoch 2", "unrecognized arguments: --epoch 2"),
+    ("sbatch none.sbatch", "there is no none.sbatch"),
     ("python train_ddp.py \\\n    --bogus", "unrecognized arguments: --bogus"),
 ])  # fmt: skip
 def test_a_wrong_command_is_found(line, words):

@@ -1,0 +1,308 @@
+"""The files for Slurm: each option by the parser that reads it, and both files run on two hosts that share a folder.
+
+Slurm itself is not here. Stand-ins for `srun` and `scontrol` do what the files need of it.
+"""
+
+import argparse
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import hosts
+import psutil
+import pytest
+from runs import LIMIT, ROOT, Run, assert_same_losses
+from torch.distributed.run import get_args_parser
+
+from shared import distributed, options, tasks
+from shared.errors import UsageError
+from shared.on_ray import command_line
+
+PAGE = ROOT / "docs/slurm.md"
+FILES = [ROOT / "docs/slurm/torchrun.sbatch", ROOT / "docs/slurm/ray.sbatch"]
+TASKS = (tasks.ImageTask, tasks.TextTask)
+TRAINING = ["--model", "resnet8", "--precision", "fp64", "--epochs", "1", "--max-steps", "12", "--quiet"]
+# What Slurm sets in a job of two nodes with a CPU each, and its ID.
+JOB = {"SLURM_JOB_ID": "8421", "SLURM_NNODES": "2", "SLURM_CPUS_PER_TASK": "1", "SLURM_SUBMIT_DIR": str(ROOT)}
+# Of the manual of Slurm 22.05: the options that the files use, and what they may be.
+SBATCH = {
+    "job-name": r"\w+", "nodes": r"\d+", "ntasks-per-node": r"\d+", "cpus-per-task": r"\d+", "gpus-per-node": r"\d+",
+    "time": r"\d\d:\d\d:\d\d", "signal": r"B:[A-Z0-9]+@\d+", "open-mode": r"append|truncate",
+    "requeue": None, "exclusive": None,
+}  # fmt: skip
+SRUN = {"ntasks-per-node": r"\d+", "cpus-per-task": r"\d+", "kill-on-bad-exit": r"[01]"}
+each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+
+
+# --- read ------------------------------------------------------------------------------------------------------------
+
+
+def directives(file: Path) -> list[str]:
+    """The options in the lines #SBATCH. Slurm reads them up to the first line that is a command."""
+    before = re.split(r"^(?!#|\s*$)", file.read_text(), maxsplit=1, flags=re.MULTILINE)[0]
+    found = re.findall(r"^#SBATCH (\S+)$", before, re.MULTILINE)
+    assert len(found) == file.read_text().count("#SBATCH")
+    return found
+
+
+def values(words: list[str], known: dict[str, str | None]) -> dict[str, str]:
+    """The values of options --NAME=VALUE and --NAME, each of which is known and has a value that it may have."""
+    found = {}
+    for word in words:
+        name, _, value = word.removeprefix("--").partition("=")
+        assert word.startswith("--") and name in known and name not in found, word
+        assert re.fullmatch(known[name], value) if known[name] else "=" not in word, word
+        found[name] = value
+    return found
+
+
+def with_stand_ins(folder: Path, **scripts: str) -> str:
+    """A PATH on which these scripts stand in for Slurm's commands."""
+    for name, text in scripts.items():
+        (folder / name).write_text(f"#!/usr/bin/env bash\nset -eu\n{text}")
+        (folder / name).chmod(0o755)
+    return f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+SCONTROL = """
+if [[ $* == "show hostnames node-[1-2]" ]]; then
+    printf '%s\\n' $NODES
+else
+    echo "$*" >> "$STORAGE/scontrol"
+fi
+"""
+
+
+def job(file: Path, storage: Path, **variables: str) -> dict[str, str]:
+    """The environment in which Slurm starts a file."""
+    (name,) = re.findall(r"--job-name=(\w+)", file.read_text())
+    known = {each: value for each, value in os.environ.items() if not each.startswith(("SLURM", "RAY_ADDRESS"))}
+    variables = {"SLURM_JOB_NAME": name, "SLURM_JOB_NODELIST": "node-[1-2]", "STORAGE": str(storage), **variables}
+    return known | JOB | variables
+
+
+@pytest.fixture
+def started(tmp_path) -> Callable[..., list[str]]:
+    """Runs a file with an srun that only notes its words, and returns these."""
+
+    def run(file: Path, *words: str, **variables: str) -> list[str]:
+        path = with_stand_ins(tmp_path, srun=f"printf '%s\\n' \"$@\" > {tmp_path}/words\n", scontrol=SCONTROL)
+        environment = job(file, tmp_path, PATH=path, NODES="node-1 node-2", **variables)
+        done = subprocess.run(["bash", file, *words], env=environment, capture_output=True, text=True, cwd="/")
+        assert done.returncode == 0, done.stderr
+        return (tmp_path / "words").read_text().splitlines()
+
+    return run
+
+
+def parsed(parser: argparse.ArgumentParser, words: list[str]) -> argparse.Namespace:
+    """What a parser makes of words, none of them shortened."""
+    parser.allow_abbrev = False
+    return parser.parse_args(words)
+
+
+@each_file
+def test_the_files_are_well(file):
+    # SC1091: it does not follow `source .venv/bin/activate`, which `make lab` has made.
+    found = subprocess.run(["shellcheck", "--exclude=SC1091", file], capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout
+
+
+@each_file
+def test_slurm_knows_what_it_is_asked_for(file):
+    asked = values(directives(file), SBATCH)
+    assert asked["ntasks-per-node"] == "1"  # one launcher per node
+    assert "requeue" in asked and asked["signal"] == "B:USR1@180" and asked["open-mode"] == "append"
+    assert ("exclusive" in asked) == (file.stem == "ray")
+
+
+def test_torchrun_and_the_script_know_their_options(started):
+    words = started(FILES[0], "--epochs", "20", SLURM_GPUS_ON_NODE="4", SLURM_CPUS_PER_TASK="8")
+    launcher = words.index("torchrun")
+    assert values(words[:launcher], SRUN) == {"ntasks-per-node": "1", "cpus-per-task": "8", "kill-on-bad-exit": "1"}
+    args = parsed(get_args_parser(), words[launcher + 1 :])
+    assert (args.nnodes, args.nproc_per_node, args.rdzv_id) == ("2", "4", "8421")
+    assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "node-1:28421")
+    assert (ROOT / args.training_script).name == "train_ddp.py" and (ROOT / args.training_script).is_file()
+    script = parsed(options.training_parser("", TASKS), args.training_script_args)
+    assert (script.run_name, script.epochs, script.resume) == ("train_ddp-8421", 20, False)
+
+
+def test_ray_and_the_script_know_their_options(started):
+    from ray.scripts.scripts import start
+    from ray.scripts.symmetric_run import symmetric_run
+
+    words = started(FILES[1], "--epochs", "20", SLURM_GPUS_ON_NODE="4", SLURM_CPUS_PER_TASK="8")
+    launcher, command = words.index("ray"), words.index("--")
+    assert values(words[:launcher], SRUN) == {"ntasks-per-node": "1", "cpus-per-task": "8", "kill-on-bad-exit": "1"}
+    assert words[launcher + 1] == "symmetric-run"
+    context = symmetric_run.make_context("symmetric-run", words[launcher + 2 : command])
+    assert (context.params["address"], context.params["min_nodes"]) == ("node-1:6379", 2)
+    nodes = start.make_context("start", list(context.params["ray_args_and_entrypoint"]))  # raises for what it lacks
+    assert (nodes.params["num_cpus"], nodes.params["num_gpus"]) == (8, 4)
+    assert words[command + 1 : command + 4] == ["env", "RAY_ADDRESS=node-1:6379", "python"]
+    assert (ROOT / words[command + 4]).name == "train_ray_ddp.py" and (ROOT / words[command + 4]).is_file()
+    script = parsed(command_line.elastic_parser("", TASKS), words[command + 5 :])
+    assert (script.num_workers, script.run_name, script.epochs) == (8, "train_ray_ddp-8421", 20)
+
+
+@each_file
+def test_a_job_continues_if_it_has_saved_something(file, started, tmp_path):
+    assert "--resume" not in started(file)
+    (tmp_path / f"{values(directives(file), SBATCH)['job-name']}-8421/checkpoint-00000020").mkdir(parents=True)
+    assert "--resume" in started(file, SLURM_RESTART_COUNT="1")
+
+
+def test_the_files_differ_where_the_page_says():
+    torchrun, ray = (file.read_text().partition("\n# [5]")[0].splitlines() for file in FILES)
+    assert set(torchrun) - set(ray) == {
+        "#SBATCH --job-name=train_ddp", "port=$((20000 + SLURM_JOB_ID % 9000))",
+        "# [3] All nodes meet on the job's first node. Each job has its own port, because two jobs may share a node.",
+    }  # fmt: skip
+    assert set(ray) - set(torchrun) == {
+        "#SBATCH --job-name=train_ray_ddp", "#SBATCH --exclusive", "address=$first_node:6379",
+        "# [3] All nodes meet on the job's first node, which becomes the head of the Ray cluster.",
+    }  # fmt: skip
+
+
+def test_the_page_shows_the_files_and_the_message(monkeypatch):
+    page = PAGE.read_text()
+    shown = re.findall(r"^```shell\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert shown == [FILES[0].read_text(), "# [5]" + FILES[1].read_text().partition("# [5]")[2]]
+    explained = [name for name in re.findall(r"^\| `--([\w-]+)", page, re.MULTILINE) if name in SBATCH]
+    assert explained == list(values(directives(FILES[0]), SBATCH))
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "8")
+    with pytest.raises(UsageError) as caught:
+        distributed.join()
+    assert f"\ntrain_ddp.py: error: {caught.value}\n" in page
+
+
+@pytest.mark.parametrize("running", [False, True])
+def test_ray_refuses_a_node_with_a_ray_and_its_exit_code_hides_one_that_does_not_start(running, monkeypatch):
+    from click.testing import CliRunner
+    from ray.scripts import symmetric_run
+
+    commands = []
+
+    def run(words: list[str], **_: object) -> None:
+        commands.append(words[:2])
+        if words[1] == "start":
+            raise subprocess.CalledProcessError(1, words)
+
+    stand_in = SimpleNamespace(run=run, CalledProcessError=subprocess.CalledProcessError)
+    monkeypatch.setattr(symmetric_run, "subprocess", stand_in)  # no Ray of this machine is started or stopped
+    monkeypatch.setattr(symmetric_run, "check_ray_already_started", lambda: running)
+    words = ["--address", "127.0.0.1:6379", "--", "true"]
+    monkeypatch.setattr(sys, "argv", ["ray", "symmetric-run", *words])
+    done = CliRunner().invoke(symmetric_run.symmetric_run, words)
+    if running:
+        assert (done.exit_code, commands) == (1, []) and "Ray is already started on this node." in done.output
+    else:
+        assert (done.exit_code, commands) == (0, [["ray", "start"], ["ray", "stop"]])
+        assert "Failed to start Ray" in done.output
+    assert symmetric_run.CLUSTER_WAIT_TIMEOUT == 30
+
+
+# --- run -------------------------------------------------------------------------------------------------------------
+
+WHY_NOT = hosts.why_not()
+on_two_hosts = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
+# As srun does, it sets the number of tasks, and a task that fails ends the others (--kill-on-bad-exit).
+SRUN_STAND_IN = """
+while [[ $1 == --* ]]; do shift; done
+export SLURM_STEP_NUM_TASKS=2
+for pid in $PIDS; do
+    nsenter --target "$pid" --net --mount --uts --ipc --pid --wd="$PWD" "$@" &
+    export RAY_gcs_rpc_server_reconnect_timeout_s=10  # the others leave 10 s after the head, not 60
+done
+wait -n || { code=$? && kill $(jobs -p) && exit "$code"; }
+wait -n
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    """(two nodes, the folder that they share)."""
+    shared = tmp_path_factory.mktemp("shared")
+    with hosts.hosts(2, tmp_path_factory.mktemp("hosts"), shared) as (_, nodes):
+        yield nodes, shared
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory) -> Run:
+    """The same training in one process, which runs while the first job does."""
+    run = Run(0, tmp_path_factory.mktemp("one"), *TRAINING)
+    yield run
+    if run.is_running():
+        run.kill()
+
+
+@pytest.fixture
+def sbatch(cluster, tmp_path):
+    """Starts a file as Slurm does, on two nodes."""
+    nodes, shared = cluster
+
+    def start(file: Path, output: Path, *words: str, **variables: str) -> subprocess.Popen:
+        path = with_stand_ins(tmp_path, srun=SRUN_STAND_IN, scontrol=SCONTROL)
+        names, pids = " ".join(node.name for node in nodes), " ".join(str(node.pid) for node in nodes)
+        environment = job(file, shared, PATH=path, NODES=names, PIDS=pids, PYTHONPATH=str(ROOT), **variables)
+        with open(output, "a") as log:  # --open-mode=append
+            return subprocess.Popen(["bash", file, *words], env=environment, stdout=log, stderr=log, cwd="/")
+
+    return start
+
+
+def metrics_in(file: Path) -> list[dict]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+@on_two_hosts
+def test_a_job_with_torchrun_is_requeued_and_ends_like_one_process(cluster, sbatch, one_process, tmp_path):
+    """Slurm sends SIGUSR1 to the shell, and after its `scontrol requeue` SIGTERM to the tasks; then it starts again."""
+    _, shared = cluster
+    output, metrics = tmp_path / "output", shared / "metrics.jsonl"
+    words = [*TRAINING, "--save-every-steps", "4", "--metrics-out", metrics]
+    first = sbatch(FILES[0], output, *words)
+    deadline = time.monotonic() + LIMIT
+    while not (shared / "train_ddp-8421/checkpoint-00000004.pt").exists():
+        assert first.poll() is None and time.monotonic() < deadline, output.read_text()
+        time.sleep(0.02)
+    started = psutil.Process(first.pid).children(recursive=True)
+    step = [each for each in started if each.name() not in ("bash", "nsenter", "sleep")]
+    first.send_signal(signal.SIGUSR1)
+    first.wait(LIMIT)
+    assert (shared / "scontrol").read_text() == "requeue 8421\n"
+    for process in step:
+        process.send_signal(signal.SIGTERM)
+    psutil.wait_procs(started, LIMIT)
+    assert re.search(r"stopped by SIGTERM: \S+/checkpoint-\d+\.pt is saved; continue with: ", output.read_text())
+    assert "SignalException: " in output.read_text()  # from torchrun
+
+    second = sbatch(FILES[0], output, *words, SLURM_RESTART_COUNT="1")
+    assert second.wait(LIMIT) == 0, output.read_text()
+    assert re.search(rf"resuming from {shared}/train_ddp-8421/checkpoint-\d+\.pt", output.read_text())
+    assert [line["world_size"] for line in metrics_in(metrics)] == [2]
+    assert one_process.finish() == 0, one_process.text
+    assert_same_losses(metrics_in(metrics), one_process.metrics())
+
+
+@on_two_hosts
+def test_a_job_with_ray_computes_what_one_process_does(cluster, sbatch, one_process, tmp_path):
+    _, shared = cluster
+    output, metrics = tmp_path / "output", shared / "metrics-ray.jsonl"
+    settings = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0"}
+    run = sbatch(FILES[1], output, *TRAINING, "--max-steps", "3", "--metrics-out", metrics, **settings)
+    assert run.wait(LIMIT) == 0, output.read_text()
+    (line,) = metrics_in(metrics)
+    assert line["world_size"] == 2
+    assert one_process.finish() == 0, one_process.text
+    assert line["step_losses"] == pytest.approx(one_process.metrics()[0]["step_losses"][:3], abs=1e-9)
+    assert [path.name for path in (shared / "train_ray_ddp-8421").glob("checkpoint-*")] != []
+    assert "Failed to start Ray" in output.read_text()  # on the other node, when the head has gone
