@@ -94,6 +94,7 @@ def packages(requirements: Iterable[str]) -> set[str]:
 
 LOCAL = {
     "shared", "training", "ray_images", "ds_settings", "zero", "train_ddp", "pairs", "pretrained", "tiny_base",
+    "rank_tools",
 }  # fmt: skip
 
 
