@@ -238,7 +238,7 @@ def judge_adapter(reports: list[dict]) -> None:
         raise Wrong("rank 0 returns nothing: return the whole adapter there")
     if "error" in first:
         hint = "Are these whole tensors, or a rank's rows?"
-        raise Wrong(f"peft cannot load what rank 0 returns: {first['error']}. {hint}")
+        raise Wrong(f"peft cannot load what rank 0 returns: {first['error'].rstrip('.')}. {hint}")
     if first["stored"] != first["wanted"]:
         unknown = sorted(set(first["stored"]) - set(first["wanted"]))
         missing = sorted(set(first["wanted"]) - set(first["stored"]))
