@@ -429,11 +429,14 @@ def judge_export(report: dict) -> None:
         raise Wrong(f"losses.json should hold a list of {len(expected)} losses, and holds {seen}")
     for step, (one, other) in enumerate(zip(seen, expected, strict=True), start=1):
         if not math.isclose(one, other, rel_tol=1e-6):
-            hint = "The steps before it are right, so the gradient is not. Does each answer token count once?"
+            hint = "The steps before it are right, so the gradient is not. Does each answer token count just once?"
             if step == 1:
-                hint = "Compare your logits with those of from_pretrained, before any step. Which buffers are empty?"
+                hint = (
+                    "Compare your logits with those of from_pretrained, before any step. Which buffers are empty? If "
+                    "the logits agree, over which answer tokens is the loss the mean?"
+                )
                 if 0.3 < one / other < 0.7 or 1.4 < one / other < 2.6:
-                    hint = "It is about a half or the double: over which answer tokens is it the mean?"
+                    hint = "That is about half of it, or twice as much. Over which answer tokens is it the mean?"
             raise Wrong(f"the loss of step {step} is {one:.7f}, expected {other:.7f}. {hint}")
     if report["missing"]:
         raise Wrong(f"the exported model lacks {report['missing'][0]}. Which names do your weights have?")
