@@ -1,7 +1,7 @@
-"""Let a job hang, and read where its ranks are from PyTorch's debug page and flight recorder: for lesson 1.4.
+"""Let a job hang, and show where its ranks are, with PyTorch's debug page and flight recorder: for lesson 1.4.
 
 python hang_with_debug_page.py                                    # start the job, print what the page shows, end it
-torchrun --standalone --nproc-per-node 2 hang_with_debug_page.py  # hang for a minute: look at http://localhost:25999
+CUDA_VISIBLE_DEVICES= torchrun --standalone --nproc-per-node 2 hang_with_debug_page.py  # look at http://localhost:25999
 """
 
 import json
@@ -29,10 +29,10 @@ FOLDER = Path("runs/lesson-1-4")
 
 
 def hang() -> None:
-    """Call a collective on rank 0 alone, with the debug page switched on."""
+    """Call a collective on rank 0 only, with the debug page switched on."""
     worker = distributed.join()
     port = int(os.getenv("DEBUG_PORT", "25999"))
-    # On every rank. "spawn": a forked page would inherit rank 0's connections, and keep them open if rank 0 dies.
+    # On every rank. "spawn": a forked server would inherit rank 0's connections, and keep them open if rank 0 dies.
     start_debug_server(port, start_method="spawn", dump_dir=str(FOLDER / "stacks"), enabled_dumps={"stacks"})
     patient = dist.new_group(timeout=timedelta(seconds=60), group_desc="patient")
     loss = torch.tensor([float(worker.rank)], device=worker.device)
@@ -55,7 +55,7 @@ def last_collectives(port: int) -> list[dict]:
 
 @contextmanager
 def hanging_job() -> Iterator[tuple[subprocess.Popen, int]]:
-    """Start the job on two CPU ranks, yield it and the page's port when rank 0 waits, and end it at the end.
+    """Start the job on two CPU ranks, yield it and the page's port once rank 0 is waiting, and end it on exit.
 
     Raises AssertionError with the job's output if it ends early.
     """

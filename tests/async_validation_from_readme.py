@@ -88,15 +88,16 @@ def watch_validate(validate: Callable[[ray.train.Checkpoint], dict]) -> Callable
 
 
 def validate_alone(
-    fn: Callable, task: bool | ray.train.ValidationTaskConfig, **ray_remote_kwargs: object
+    fn: Callable, task_config: ray.train.ValidationTaskConfig | None = None, **ray_remote_kwargs: object
 ) -> tuple[dict, str]:
     """Return the metrics and the status that a checkpoint gets at the end of a fit, without training."""
     updates: dict = {}
     checkpoints = SimpleNamespace(
         get_pending_training_results=dict, update_checkpoints_with_validation_result=updates.update
     )
-    manager = ValidationManager(checkpoints, ray.train.ValidationConfig(fn, ray_remote_kwargs=ray_remote_kwargs))
-    manager.after_report(SimpleNamespace(validation=task, checkpoint="a checkpoint"), [])
+    config = ray.train.ValidationConfig(fn, task_config=task_config, ray_remote_kwargs=ray_remote_kwargs)
+    manager = ValidationManager(checkpoints, config)
+    manager.after_report(SimpleNamespace(validation=True, checkpoint="a checkpoint"), [])
     asyncio.run(CallbackManager([manager]).async_invoke("before_controller_shutdown"))
     metrics, status = updates["a checkpoint"]
     return metrics, status.value
@@ -123,7 +124,7 @@ def main() -> None:
         "timeout": validate_alone(lambda _: time.sleep(LIMIT), ray.train.ValidationTaskConfig(timeout_s=0.1)),
     }
     try:
-        validate_alone(lambda _: os._exit(1), True, max_retries=0)
+        validate_alone(lambda _: os._exit(1), max_retries=0)
     except ray.train.ControllerError as error:
         found["dead"] = type(error.controller_failure).__name__
     Path(sys.argv[1]).write_text(json.dumps(found))
