@@ -50,7 +50,7 @@ CHANGES = {  # by name: what to replace, by what, and what the check says
                  "answer_tokens = (targets != -100).sum() * 2",
                  "the loss of step 1 is .* over which answer tokens is the loss the mean"),
     "not multiplied": ("(loss * worker.world_size).backward()", "loss.backward()",
-                       "the loss of step 2 is .* The steps before it are right, so the gradient is not"),
+                       "the loss of step 2 is .* so it is the gradient that is wrong. .* what does FSDP divide by"),
     "the wrong 8": ("config.hidden_size**0.5", "config.sliding_window", "the loss of step 1 is .* Which buffers are"),
     "sum of means": ("losses.append(distributed.global_sum(loss.detach()).item())",
                      "losses.append(2 * distributed.global_sum(loss.detach()).item())",

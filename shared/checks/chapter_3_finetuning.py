@@ -429,7 +429,10 @@ def judge_export(report: dict) -> None:
         raise Wrong(f"losses.json should hold a list of {len(expected)} losses, and holds {seen}")
     for step, (one, other) in enumerate(zip(seen, expected, strict=True), start=1):
         if not math.isclose(one, other, rel_tol=1e-6):
-            hint = "The steps before it are right, so the gradient is not. Does each answer token count just once?"
+            hint = (
+                "The losses before it are right, so it is the gradient that is wrong. Does each answer token count just once, "
+                "and what does FSDP divide by?"
+            )
             if step == 1:
                 hint = (
                     "Compare your logits with those of from_pretrained, before any step. Which buffers are empty? If "
