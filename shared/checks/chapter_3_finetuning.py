@@ -430,8 +430,8 @@ def judge_export(report: dict) -> None:
     for step, (one, other) in enumerate(zip(seen, expected, strict=True), start=1):
         if not math.isclose(one, other, rel_tol=1e-6):
             hint = (
-                "The losses before it are right, so it is the gradient that is wrong. Does each answer token count just "
-                "once, and what does FSDP divide by?"
+                "The losses before it are right, so it is the gradient that is wrong. Does each answer token count "
+                "just once, and what does FSDP divide by?"
             )
             if step == 1:
                 hint = (
