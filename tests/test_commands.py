@@ -64,7 +64,6 @@ ONLY_SHAPE = {
     "aws": "not on every machine; asks for an account",
     "base64": "reads what comes before it",
     "cat": "reads what the machine has",
-    "chmod": "the files are the reader's",
     "cp": "what it copies must be there; the blocks of the production sections are run",
     "docker": "not on every machine",
     "export": "bash's own",
