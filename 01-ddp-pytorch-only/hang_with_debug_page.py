@@ -4,6 +4,7 @@ python hang_with_debug_page.py                                    # start the jo
 CUDA_VISIBLE_DEVICES= torchrun --standalone --nproc-per-node 2 hang_with_debug_page.py  # look at http://localhost:25999
 """
 
+import inspect
 import json
 import os
 import re
@@ -55,7 +56,7 @@ def last_collectives(port: int) -> list[dict]:
 
 @contextmanager
 def hanging_job() -> Iterator[tuple[subprocess.Popen, int]]:
-    """Start the job on two CPU ranks, yield it and the page's port once rank 0 is waiting, and end it on exit.
+    """Start the job on two CPU ranks, yield it and the page's port once both ranks hang, and end it on exit.
 
     Raises AssertionError with the job's output if it ends early.
     """
@@ -64,15 +65,18 @@ def hanging_job() -> Iterator[tuple[subprocess.Popen, int]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
     job = rank_tools.start(command, log, DEBUG_PORT=str(port), CUDA_VISIBLE_DEVICES="", TORCH_DISTRIBUTED_DEBUG="OFF")
 
-    def rank_0_waits() -> bool:
+    lines, first = inspect.getsourcelines(hang)
+    sleeps = f"line {first + len(lines) - 1} in hang"
+
+    def both_hang() -> bool:
         try:
-            return last_collectives(port)[0]["profiling_name"] == "gloo:all_reduce"
+            waits = last_collectives(port)[0]["profiling_name"] == "gloo:all_reduce"
+            return waits and sleeps in read("stacks", port)[1]
         except URLError:  # no page yet
             return False
 
     try:
-        rank_tools.wait_until(rank_0_waits, job, log)
-        time.sleep(0.5)  # until rank 1 sleeps
+        rank_tools.wait_until(both_hang, job, log)
         yield job, port
     finally:
         job.terminate()

@@ -1,16 +1,14 @@
 """The checks of lesson 3.2: the stub and plausible wrong answers are rejected with a message that helps."""
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from answers import assert_accepts, assert_rejects, stub
+from answers import assert_accepts, assert_rejects, launch_together, replay, stub
 from runs import ROOT as ROOT_FOLDER
-from runs import TORCHRUN
 
 from shared import checks
 from shared.checks import chapter_3, machinery
@@ -90,18 +88,8 @@ WRONG_3_2b = [
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, Path]:
-    """By each answer the folder with what its two ranks have written: all of them in one launch, to save time."""
-    folder, found = tmp_path_factory.mktemp("answers"), {}
-    for number, body in enumerate([body for body, _ in WRONG_3_2b]):
-        found[body] = folder / str(number)
-        found[body].mkdir()
-        (found[body] / "exercise.py").write_text(IMPORT + body)
-        (found[body] / "call.py").write_text(chapter_3.SHARD_RESNET)
-        command = [str(found[body] / "call.py"), str(found[body]), str(found[body] / "exercise.py")]
-        (found[body] / "command.json").write_text(json.dumps(command))
-    command = [*TORCHRUN, "--nproc-per-node", "2", ROOT_FOLDER / "tests/many_answers.py", folder]
-    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return found
+    scripts = {body: IMPORT + body for body, _ in WRONG_3_2b}
+    return launch_together(tmp_path_factory.mktemp("answers"), chapter_3.SHARD_RESNET, scripts, 2)
 
 
 def exercise_3_2b(body, tmp_path):
@@ -121,20 +109,10 @@ def test_3_2b_is_a_stub(tmp_path):
 
 
 @pytest.mark.parametrize(("body", "because"), WRONG_3_2b)
-def test_3_2b_rejects(body, because, launched, tmp_path, monkeypatch):
-    def run_script(path, nproc, folder, script):
-        assert (Path(path).read_text(), nproc) == (chapter_3.SHARD_RESNET, 2)
-        codes = [int(read(body, f"{rank}.code")) for rank in range(2)]
-        machinery.expect_success(int(codes != [0, 0]), "".join(read(body, f"{rank}.err") for rank in range(2)))
-        for rank in range(2):
-            Path(folder, f"{rank}.json").write_text(read(body, f"{rank}.json"))
-
-    def read(body, name):
-        return (launched[body] / name).read_text()
-
-    monkeypatch.setattr(machinery, "run_script", run_script)
+def test_3_2b_rejects(body, because, launched, monkeypatch):
+    replay(monkeypatch, chapter_3.SHARD_RESNET, 2, launched[body])
     with pytest.raises(AssertionError, match=because):
-        exercise_3_2b(body, tmp_path)
+        checks.exercise_3_2b(launched[body] / "answer.py", strict=True)
 
 
 # --- 3.2c: collectives of a step --------------------------------------------------------------------------------------

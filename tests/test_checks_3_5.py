@@ -1,16 +1,14 @@
 """The checks of lesson 3.5: the stub and plausible wrong answers are rejected with a message that helps."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
-from answers import assert_accepts, assert_rejects, stub
-from runs import ROOT, TORCHRUN
+from answers import assert_accepts, assert_rejects, launch_together, replay, stub
+from runs import ROOT
 
 from shared import checks
-from shared.checks import chapter_3, machinery
+from shared.checks import chapter_3
 
 # --- 3.5a: which blocks keep their gathered weights, on two ranks -----------------------------------------------------
 
@@ -79,36 +77,17 @@ def test_3_5a_is_a_stub(tmp_path):
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, Path]:
-    """By the name of each answer, the folder with what its two ranks wrote: one launch for all, to save time."""
-    folder, found = tmp_path_factory.mktemp("answers"), {}
     bodies = {name: body for name, (body, _) in WRONG_3_5A.items()}
     bodies |= {"the last four kept": LAST_FOUR_KEPT, "the first two and the last two kept": ENDS_KEPT}
-    for number, (name, body) in enumerate(bodies.items()):
-        found[name] = folder / str(number)
-        found[name].mkdir()
-        call = found[name] / "call.py"
-        call.write_text(chapter_3.MEASURE_SHARDED_GPT)
-        command = [str(call), str(found[name]), str(write_answer(found[name], body))]
-        (found[name] / "command.json").write_text(json.dumps(command))
-    command = [*TORCHRUN, "--nproc-per-node", "2", ROOT / "tests/many_answers.py", folder]
-    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return found
+    scripts = {name: HEAD + body for name, body in bodies.items()}
+    return launch_together(tmp_path_factory.mktemp("answers"), chapter_3.MEASURE_SHARDED_GPT, scripts, 2)
 
 
 @pytest.mark.parametrize("name", WRONG_3_5A)
-def test_3_5a_rejects(name, launched, tmp_path, monkeypatch):
-    def run_script(path, nproc, folder, script):
-        assert (Path(path).read_text(), nproc) == (chapter_3.MEASURE_SHARDED_GPT, 2)
-        codes = [int((launched[name] / f"{rank}.code").read_text()) for rank in range(2)]
-        errors = "".join((launched[name] / f"{rank}.err").read_text() for rank in range(2))
-        machinery.expect_success(int(codes != [0, 0]), errors)
-        for rank in range(2):
-            Path(folder, f"{rank}.json").write_text((launched[name] / f"{rank}.json").read_text())
-
-    monkeypatch.setattr(machinery, "run_script", run_script)
-    body, because = WRONG_3_5A[name]
-    with pytest.raises(AssertionError, match=because):
-        checks.exercise_3_5a(write_answer(tmp_path, body), strict=True)
+def test_3_5a_rejects(name, launched, monkeypatch):
+    replay(monkeypatch, chapter_3.MEASURE_SHARDED_GPT, 2, launched[name])
+    with pytest.raises(AssertionError, match=WRONG_3_5A[name][1]):
+        checks.exercise_3_5a(launched[name] / "answer.py", strict=True)
 
 
 def reports(launched: dict[str, Path], name: str) -> list[dict]:

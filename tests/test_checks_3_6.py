@@ -1,17 +1,13 @@
 """The checks of lesson 3.6: the stub and plausible wrong answers are rejected with a message that helps."""
 
-import json
-import os
-import subprocess
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from answers import assert_accepts, assert_rejects, stub
-from runs import ROOT, TORCHRUN
+from answers import assert_accepts, assert_rejects, launch_together, replay, stub
 
 from shared import checks
-from shared.checks import chapter_3_finetuning, machinery
+from shared.checks import chapter_3_finetuning
 
 # --- 3.6a: the mean over all answer tokens, on three ranks ------------------------------------------------------------
 
@@ -80,62 +76,29 @@ WRONG_3_6A = {
 }  # fmt: skip
 
 
-def write_answer(folder: Path, body: str) -> Path:
-    path = folder / "train_step.py"
-    path.write_text(HEAD + body)
-    return path
-
-
 def test_3_6a_is_a_stub(tmp_path):
+    (tmp_path / "answer.py").write_text(HEAD + "    raise NotImplementedError\n")
     with pytest.raises(AssertionError, match="not done yet"):
-        checks.exercise_3_6a(write_answer(tmp_path, "    raise NotImplementedError\n"), strict=True)
+        checks.exercise_3_6a(tmp_path / "answer.py", strict=True)
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, Path]:
-    """By the name of each answer, the folder with what its three ranks wrote: one launch for all, to save time."""
-    folder, found = tmp_path_factory.mktemp("answers"), {}
-    bodies = {"right": RIGHT} | {name: body for name, (body, _) in WRONG_3_6A.items()}
-    for number, (name, body) in enumerate(bodies.items()):
-        found[name] = folder / f"{number:02}"
-        found[name].mkdir()
-        call = found[name] / "call.py"
-        call.write_text(chapter_3_finetuning.ACCUMULATE)
-        command = [str(call), str(found[name]), str(write_answer(found[name], body))]
-        (found[name] / "command.json").write_text(json.dumps(command))
-    command = [*TORCHRUN, "--nproc-per-node", "3", ROOT / "tests/many_answers.py", folder]
-    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return found
+    scripts = {"right": HEAD + RIGHT} | {name: HEAD + body for name, (body, _) in WRONG_3_6A.items()}
+    folder = tmp_path_factory.mktemp("answers")
+    return launch_together(folder, chapter_3_finetuning.ACCUMULATE, scripts, 3)
 
 
-@pytest.fixture
-def check_launched(launched, monkeypatch, tmp_path):
-    """Return a function that runs the check on an answer that was launched already."""
-
-    def check(name: str, body: str) -> bool:
-        def run_script(path, nproc, folder, script):
-            assert (Path(path).read_text(), nproc) == (chapter_3_finetuning.ACCUMULATE, 3)
-            codes = [int((launched[name] / f"{rank}.code").read_text()) for rank in range(3)]
-            errors = "".join((launched[name] / f"{rank}.err").read_text() for rank in range(3))
-            machinery.expect_success(int(codes != [0, 0, 0]), errors)
-            for rank in range(3):
-                Path(folder, f"{rank}.json").write_text((launched[name] / f"{rank}.json").read_text())
-
-        monkeypatch.setattr(machinery, "run_script", run_script)
-        return checks.exercise_3_6a(write_answer(tmp_path, body), strict=True)
-
-    return check
-
-
-def test_3_6a_accepts(check_launched):
-    assert check_launched("right", RIGHT)
+def test_3_6a_accepts(launched, monkeypatch):
+    replay(monkeypatch, chapter_3_finetuning.ACCUMULATE, 3, launched["right"])
+    assert checks.exercise_3_6a(launched["right"] / "answer.py", strict=True)
 
 
 @pytest.mark.parametrize("name", WRONG_3_6A)
-def test_3_6a_rejects(name, check_launched):
-    body, because = WRONG_3_6A[name]
-    with pytest.raises(AssertionError, match=because):
-        check_launched(name, body)
+def test_3_6a_rejects(name, launched, monkeypatch):
+    replay(monkeypatch, chapter_3_finetuning.ACCUMULATE, 3, launched[name])
+    with pytest.raises(AssertionError, match=WRONG_3_6A[name][1]):
+        checks.exercise_3_6a(launched[name] / "answer.py", strict=True)
 
 
 # --- 3.6b: which tokens of a conversation count -----------------------------------------------------------------------

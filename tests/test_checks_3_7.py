@@ -1,18 +1,14 @@
 """The checks of lesson 3.7: the stub and plausible wrong answers are rejected with a message that helps."""
 
-import json
-import os
-import subprocess
 import zlib
 from pathlib import Path
 
 import pytest
-from answers import assert_accepts, assert_rejects, stub
-from runs import ROOT, TORCHRUN
+from answers import assert_accepts, assert_rejects, launch_together, replay, stub
 from safetensors.torch import load_file
 
 from shared import checks
-from shared.checks import chapter_3_finetuning, machinery
+from shared.checks import chapter_3_finetuning
 
 # --- 3.7a: the adapter out of the shards, on two ranks ----------------------------------------------------------------
 
@@ -55,63 +51,30 @@ WRONG_3_7A = {
 }  # fmt: skip
 
 
-def write_answer(folder: Path, body: str) -> Path:
-    path = folder / "adapter_weights.py"
-    path.write_text(HEAD + body)
-    return path
-
-
 def test_3_7a_is_a_stub(tmp_path):
+    (tmp_path / "answer.py").write_text(HEAD + "    raise NotImplementedError\n")
     with pytest.raises(AssertionError, match="not done yet"):
-        checks.exercise_3_7a(write_answer(tmp_path, "    raise NotImplementedError\n"), strict=True)
+        checks.exercise_3_7a(tmp_path / "answer.py", strict=True)
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory) -> dict[str, Path]:
-    """By the name of each answer, the folder with what its two ranks wrote: one launch for all, to save time."""
-    folder, found = tmp_path_factory.mktemp("answers"), {}
-    bodies = {"right": GATHER} | {name: body for name, (body, _) in WRONG_3_7A.items()}
-    for number, (name, body) in enumerate(bodies.items()):
-        found[name] = folder / f"{number:02}"
-        found[name].mkdir()
-        call = found[name] / "call.py"
-        call.write_text(chapter_3_finetuning.TAKE_ADAPTER_OUT.replace("timeout_s=120", "timeout_s=20"))
-        command = [str(call), str(found[name]), str(write_answer(found[name], body))]
-        (found[name] / "command.json").write_text(json.dumps(command))
+    scripts = {"right": HEAD + GATHER} | {name: HEAD + body for name, (body, _) in WRONG_3_7A.items()}
+    folder = tmp_path_factory.mktemp("answers")
     modules = ["peft", "transformers.models.llama.modeling_llama"]
-    command = [*TORCHRUN, "--nproc-per-node", "2", ROOT / "tests/many_answers.py", folder, *modules]
-    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    return found
+    return launch_together(folder, chapter_3_finetuning.TAKE_ADAPTER_OUT, scripts, 2, modules=modules)
 
 
-@pytest.fixture
-def check_launched(launched, monkeypatch, tmp_path):
-    """Return a function that runs the check on an answer that was launched already."""
-
-    def check(name: str, body: str) -> bool:
-        def run_script(path, nproc, folder, script):
-            assert (Path(path).read_text(), nproc) == (chapter_3_finetuning.TAKE_ADAPTER_OUT, 2)
-            codes = [int((launched[name] / f"{rank}.code").read_text()) for rank in range(2)]
-            errors = "".join((launched[name] / f"{rank}.err").read_text() for rank in range(2))
-            machinery.expect_success(int(codes != [0, 0]), errors)
-            for rank in range(2):
-                Path(folder, f"{rank}.json").write_text((launched[name] / f"{rank}.json").read_text())
-
-        monkeypatch.setattr(machinery, "run_script", run_script)
-        return checks.exercise_3_7a(write_answer(tmp_path, body), strict=True)
-
-    return check
-
-
-def test_3_7a_accepts(check_launched):
-    assert check_launched("right", GATHER)
+def test_3_7a_accepts(launched, monkeypatch):
+    replay(monkeypatch, chapter_3_finetuning.TAKE_ADAPTER_OUT, 2, launched["right"])
+    assert checks.exercise_3_7a(launched["right"] / "answer.py", strict=True)
 
 
 @pytest.mark.parametrize("name", WRONG_3_7A)
-def test_3_7a_rejects(name, check_launched):
-    body, because = WRONG_3_7A[name]
-    with pytest.raises(AssertionError, match=because):
-        check_launched(name, body)
+def test_3_7a_rejects(name, launched, monkeypatch):
+    replay(monkeypatch, chapter_3_finetuning.TAKE_ADAPTER_OUT, 2, launched[name])
+    with pytest.raises(AssertionError, match=WRONG_3_7A[name][1]):
+        checks.exercise_3_7a(launched[name] / "answer.py", strict=True)
 
 
 # --- 3.7b: why an adapter gives nothing -------------------------------------------------------------------------------
@@ -138,14 +101,14 @@ def diagnose(folder: Path) -> str:
 def planted(tmp_path_factory) -> dict[str, Path]:
     """A job with each cause, trained once for all answers."""
     causes = ("names", "fine", "base", "zero")
-    jobs = chapter_3_finetuning.plant_adapters(tmp_path_factory.mktemp("jobs"), " ".join(causes), seed=20)
+    jobs = chapter_3_finetuning.plant_adapters(tmp_path_factory.mktemp("jobs"), causes, seed=20)
     return dict(zip(causes, jobs, strict=True))
 
 
 @pytest.fixture
 def plant_once(planted, monkeypatch):
     def plant_adapters(folder, causes, seed):
-        return [planted[cause] for cause in causes.split()]
+        return [planted[cause] for cause in causes]
 
     monkeypatch.setattr(chapter_3_finetuning, "plant_adapters", plant_adapters)
 
@@ -162,8 +125,8 @@ def without(cause: str):
 @pytest.mark.parametrize(("because", "answer"), [
     ("not done yet", stub),
     ("you return None, which is not one of 'base', 'zero', 'names', 'fine'", lambda folder: None),
-    ("Log.txt names other weights for the base than base/model.safetensors holds", without("base")),
-    ("Every lora_b in the file is zero, so the adapter adds nothing", without("zero")),
+    ("The log names other weights for the base than base/model.safetensors holds", without("base")),
+    ("Every lora_B in the file is zero, so the adapter adds nothing", without("zero")),
     ("No tensor of the file has the name that peft looks for", without("names")),
     ("for one job you return 'zero', and that is not it. The base is the one in the log",
      lambda folder: "zero" if diagnose(folder) == "fine" else diagnose(folder)),

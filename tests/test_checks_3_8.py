@@ -4,15 +4,15 @@ import json
 import os
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TORCHRUN
+from answers import launch_together, replay
+from runs import ROOT
 
 from shared import checks
-from shared.checks import chapter_3_finetuning, machinery
+from shared.checks import chapter_3_finetuning
 
 SOLUTION = ROOT / "03-fsdp-deepspeed/solutions/08_another_architecture.ipynb"
 
@@ -85,19 +85,9 @@ def launched(lesson) -> dict[str, Path]:
     for name, (old, new, _) in CHANGES.items():
         assert RIGHT.count(old) == 1, name
         answers[name] = RIGHT.replace(old, new)
-    found = {}
-    for number, (name, script) in enumerate(answers.items()):
-        folder = found[name] = lesson / f"answers/{number:02}"
-        folder.mkdir(parents=True)
-        (folder / "call.py").write_text(chapter_3_finetuning.WATCH_SCRIPT)
-        (folder / "sharded.py").write_text(script)
-        command = [str(folder / "call.py"), str(folder), str(folder / "sharded.py"), str(folder / "export")]
-        (folder / "command.json").write_text(json.dumps(command))
     modules = ["transformers.models.gemma3.modeling_gemma3"]
-    command = [*TORCHRUN, "--nproc-per-node", "2", ROOT / "tests/many_answers.py", lesson / "answers", *modules]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, timeout=900, env=environment, cwd=lesson)
-    return found
+    folder = lesson / "answers"
+    return launch_together(folder, chapter_3_finetuning.WATCH_SCRIPT, answers, 2, "export", modules=modules, cwd=lesson)
 
 
 @pytest.fixture
@@ -106,27 +96,16 @@ def check_launched(lesson, launched, monkeypatch):
     monkeypatch.chdir(lesson)
 
     def check(name: str) -> bool:
-        folder = launched[name]
-
-        def run_script(path, nproc, into, script, out):
-            assert (Path(path).read_text(), nproc) == (chapter_3_finetuning.WATCH_SCRIPT, 2)
-            codes = [int((folder / f"{rank}.code").read_text()) for rank in range(2)]
-            machinery.expect_success(
-                int(codes != [0, 0]), "".join((folder / f"{rank}.err").read_text() for rank in range(2))
-            )
-            for rank in range(2):
-                shutil.copy(folder / f"{rank}.json", into)
-            shutil.copytree(folder / "export", out)
+        replay(monkeypatch, chapter_3_finetuning.WATCH_SCRIPT, 2, launched[name])
 
         def run_command(words):  # plain.py and the comparison, without the imports of a new process
             monkeypatch.setattr(sys, "argv", words)
             runpy.run_path(words[0], run_name="__main__")
             return 0, ""
 
-        monkeypatch.setattr(machinery, "run_script", run_script)
         monkeypatch.setattr(chapter_3_finetuning, "run_command", run_command)
-        shutil.copy("runs/lesson-3-8/plain.py", folder)
-        return checks.exercise_3_8a(folder / "sharded.py", strict=True)
+        shutil.copy("runs/lesson-3-8/plain.py", launched[name])
+        return checks.exercise_3_8a(launched[name] / "answer.py", strict=True)
 
     return check
 

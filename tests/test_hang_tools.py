@@ -109,8 +109,8 @@ for _ in range(2000):
 for level in ("OFF", "DETAIL"):
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = level
     dist.set_debug_level_from_env()
-    dist.barrier()  # both are here, and have two seconds to connect
-    group = dist.new_group(timeout=timedelta(seconds=2), group_desc=level)
+    dist.barrier()  # both are here, and have six seconds to connect
+    group = dist.new_group(timeout=timedelta(seconds=6), group_desc=level)
     if worker.rank == 0:
         with suppress(RuntimeError):
             dist.all_reduce(torch.ones(1), group=group)

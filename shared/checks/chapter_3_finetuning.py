@@ -6,7 +6,7 @@ import shutil
 import tempfile
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from shared.checks.machinery import Wrong, exercise, expect_success, refuse_stub, reports_of_ranks, run_command
@@ -102,7 +102,7 @@ def judge_train_step(reports: list[dict[str, dict]]) -> None:
             if not isinstance(returned, int | float):
                 raise Wrong(f"train_step returns {returned}: return the mean loss of the step, a number")
             if not math.isclose(returned, expected, rel_tol=1e-5):
-                others = len({round(each[case]["returned"], 9) for each in reports}) > 1
+                others = len({each[case]["returned"] for each in reports}) > 1
                 hint = "The ranks return different numbers." if others else "Every rank returns this."
                 raise Wrong(
                     f"{where}: the gradient is right, but rank {rank} returns {returned:.6f}, and the mean over all "
@@ -264,7 +264,9 @@ def exercise_3_7a(script: str | Path) -> None:
     judge_adapter(reports_of_ranks(TAKE_ADAPTER_OUT, 2, str(script), question=question))
 
 
-def plant_adapters(folder: str | Path, causes: str = "zero fine names base", seed: int = 0) -> list[Path]:
+def plant_adapters(
+    folder: str | Path, causes: Sequence[str] = ("zero", "fine", "names", "base"), seed: int = 0
+) -> list[Path]:
     """Train one adapter for each of `causes` on a very small Llama, and damage what production loads accordingly.
 
     Returns the jobs' folders, `folder`/A and so on, each with log.txt, base/ and adapter/.
@@ -280,7 +282,7 @@ def plant_adapters(folder: str | Path, causes: str = "zero fine names base", see
     )  # fmt: skip
     warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")  # peft uses it
     jobs = []
-    for number, cause in enumerate(causes.split()):
+    for number, cause in enumerate(causes):
         job = Path(folder, "ABCDEFGH"[number])
         shutil.rmtree(job, ignore_errors=True)
         (job / "base").mkdir(parents=True)
@@ -334,25 +336,25 @@ def _train(model, stride: int, steps: int) -> list[str]:
 
 
 SYMPTOMS = {  # what production loads, for each cause
-    "base": "log.txt names other weights for the base than base/model.safetensors holds",
-    "zero": "every lora_B in the file is zero, so the adapter adds nothing",
-    "names": "no tensor of the file has the name that peft looks for",
-    "fine": "the base is the one in the log, the adapter is not zero, and its names fit",
+    "base": "The log names other weights for the base than base/model.safetensors holds",
+    "zero": "Every lora_B in the file is zero, so the adapter adds nothing",
+    "names": "No tensor of the file has the name that peft looks for",
+    "fine": "The base is the one in the log, the adapter is not zero, and its names fit",
 }
 
 
 @exercise("3.7b", "three causes, each with evidence of its own, and none of them raises an error.")
 def exercise_3_7b(diagnose: Callable[[Path], str]) -> None:
     """diagnose(folder) -> "base", "zero", "names" or "fine", for a job of plant_adapters."""
-    causes = ["names", "fine", "base", "zero"]
+    causes = ("names", "fine", "base", "zero")
     with tempfile.TemporaryDirectory() as folder:
-        seen = [diagnose(job) for job in plant_adapters(folder, " ".join(causes), seed=20)]
+        seen = [diagnose(job) for job in plant_adapters(folder, causes, seed=20)]
     for answer, cause in zip(seen, causes, strict=True):
         if answer not in SYMPTOMS:
             choices = ", ".join(map(repr, SYMPTOMS))
             raise Wrong(f"you return {answer!r}, which is not one of {choices}")
         if answer != cause:
-            raise Wrong(f"for one job you return {answer!r}, and that is not it. {SYMPTOMS[cause].capitalize()}")
+            raise Wrong(f"for one job you return {answer!r}, and that is not it. {SYMPTOMS[cause]}")
 
 
 # --- Lesson 3.8: fine-tune another architecture ----------------------------------------------------------------------
