@@ -1,6 +1,7 @@
 # make lab     set up .venv and open JupyterLab at the first lesson   (a server: make lab LAB_ARGS="--no-browser --ip 0.0.0.0")
 # make smoke   set up .venv and run a lesson of each chapter and the fast tests: does this machine work?
-# make test    set up .venv and run every test, lesson and solution
+# make test    set up .venv and run every lesson, every solution and the first tier of tests
+# make test-all    that and the second tier, tests/all: what takes many processes, other hosts, or a long time
 # make bench   measure on this machine, into benchmarks/results/
 # make diffs   bring the diffs that the READMEs show up to date
 # make book    run every lesson that has changed and write the workshop as a site to book/_build/html
@@ -46,7 +47,7 @@ PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(PIP_ARGS)
 
-.PHONY: new-venv lab smoke test bench book book-check diffs lint hooks wheelhouse reset
+.PHONY: new-venv lab smoke test test-all bench book book-check diffs lint hooks wheelhouse reset
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
@@ -64,10 +65,13 @@ new-venv:
 	@echo ".venv $(NEW_VENV): $(PYTHON) makes a new one"
 	@PATH="$(OUTSIDE)"; $(PYTHON) -m venv --clear .venv || { rm -rf .venv; exit 2; }
 
-.venv/installed-dev: .venv/installed requirements-dev.txt tests/s3.txt
+.venv/installed-dev: .venv/installed requirements-dev.txt
 	$(UV) -r requirements-dev.txt || $(PIP) -r requirements-dev.txt
-	{ $(BIN)/python -m venv --clear .venv/s3 && $(subst $(BIN)/python,.venv/s3/bin/python,$(UV)) -r tests/s3.txt; } || \
-		{ rm -rf .venv/s3; echo "tests/s3.txt cannot be installed: tests that need a server for S3 are skipped"; }
+	touch $@
+
+.venv/installed-s3: .venv/installed-dev tests/all/s3.txt
+	{ $(BIN)/python -m venv --clear .venv/s3 && $(subst $(BIN)/python,.venv/s3/bin/python,$(UV)) -r tests/all/s3.txt; } || \
+		{ rm -rf .venv/s3; echo "tests/all/s3.txt cannot be installed: tests that need a server for S3 are skipped"; }
 	touch $@
 
 # --allow-root: in a container or a cloud's workspace the user often is root, and Jupyter would not start.
@@ -80,13 +84,17 @@ lab: .venv/installed
 PYTEST := OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 $(BIN)/python -m pytest --dist loadfile --no-loadscope-reorder --nbmake --nbmake-timeout=900
 
 test: .venv/installed-dev
+	$(PYTEST) -n 3 --ignore tests/all $(PYTEST_ARGS) tests 0*-*/
+
+test-all: .venv/installed-s3
 	$(PYTEST) -n 3 $(PYTEST_ARGS) tests 0*-*/
 
-# A lesson on torchrun, Ray Train, DeepSpeed, two nodes, bugs; the small runs; all tests that start few processes.
+# A lesson on torchrun, Ray Train, DeepSpeed, two nodes, bugs; the small runs; tests of the first tier that start few
+# processes.
 SMOKE_LESSONS := $(addsuffix .ipynb,01-ddp-pytorch-only/02_ranks_and_collectives 02-ddp-pytorch-ray/01_ray_train \
 	03-fsdp-deepspeed/04_deepspeed_zero 04-ray-in-production/04_communication 05-bug-gallery/01_bug_gallery)
-SLOW_TESTS := $(foreach name,autoscale bench book check_regression checks_1_2 checks_1_3 checks_3_2 checks_5_1 cluster commands \
-	distributed elastic launcher network old_checkpoints planted_faults program train troubleshooting,tests/test_$(name)%.py)
+SLOW_TESTS := $(foreach name,book checks_chapter_1 checks_chapter_2 checks_chapter_3 checks_chapter_5 cluster commands distributed \
+	finetune launcher old_checkpoints program train,tests/test_$(name)%.py)
 
 smoke: .venv/installed-dev
 	$(PYTEST) -n 2 $(PYTEST_ARGS) $(SMOKE_LESSONS) $(filter-out $(SLOW_TESTS),$(wildcard tests/test_*.py))

@@ -1,10 +1,13 @@
 """For tests and lessons: their order, and what they have cost: wall and CPU minutes, and the ten slowest files."""
 
+import contextlib
 import os
 import tempfile
 import threading
 import time
 from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
 
 import jupyter_client
 import psutil
@@ -13,7 +16,7 @@ from traitlets import default
 
 STARTED = time.time()
 collect_ignore_glob = ["*/yours-*.ipynb"]  # what `make reset` has put aside
-LONG = ("test_train", "test_program", "test_elastic", "test_troubleshooting", "test_autoscale", "test_small_runs")
+LONG = ("test_train", "test_program", "test_finetune", "test_checks_chapter_3", "test_small_runs")
 # Ray prestarts one worker per CPU. Ray Train's workers need their own environment and never use them, so this changes
 # nothing but the CPU time: three to four percent of the suite's. (A reader's Ray prestarts them.)
 os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
@@ -37,37 +40,68 @@ class KernelManager(jupyter_client.AsyncKernelManager):
 jupyter_client.AsyncKernelManager = KernelManager  # which nbclient, and so nbmake, asks for
 
 
-class Watch(threading.Thread):
-    """Adds up the CPU time of this process and of all below it, also of those that nobody waits for, as Ray's.
+@dataclass
+class Spent:
+    """CPU seconds of a process: its own, and those of its children that it waited for, or that were seen to end."""
 
-    It looks twice a second: what a process uses after the last look, and one that lives for less, is not seen.
+    parent: psutil.Process | None
+    own: float = 0.0
+    waited_for: float = 0.0
+    ended: float = 0.0
+
+    def in_all(self) -> float:
+        return self.own + max(self.waited_for, self.ended)
+
+
+class Watch(threading.Thread):
+    """Adds up the CPU time of this process and of all below it, those that nobody waits for included, as Ray's.
+
+    A process is read once a second until it has ended. What it spent after the last look, and one that lived for less,
+    counts only if its parent waited for it.
     """
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.me, self.alive, self.total = psutil.Process(), {}, 0.0
+        self.me = psutil.Process()
+        self.spent, self.orphans, self.total = {self.me: Spent(None)}, 0.0, 0.0
+
+    def look(self) -> None:
+        tracked = {process.pid: process for process in self.spent}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process not in self.spent and (parent := tracked.get(process.ppid())):
+                    self.spent[process] = Spent(parent)
+                    tracked[process.pid] = process
+        for process, spent in self.spent.items():
+            with contextlib.suppress(psutil.Error):
+                user, system, children_user, children_system, *_ = process.cpu_times()
+                spent.own, spent.waited_for = user + system, children_user + children_system
+        gone = [process for process in self.spent if not process.is_running()]
+        for process in reversed(gone):  # children come after their parents
+            spent = self.spent.pop(process)
+            if spent.parent in self.spent:
+                self.spent[spent.parent].ended += spent.in_all()
+            else:  # its parent ended first
+                self.orphans += spent.in_all()
+        self.total = self.orphans + sum(spent.in_all() for spent in self.spent.values())
 
     def run(self) -> None:
         while True:
-            for process in (self.me, *self.me.children(recursive=True)):
-                self.alive.setdefault(process, 0.0)
-            for process, before in list(self.alive.items()):  # also those that have lost their parent
-                try:
-                    times = process.cpu_times()
-                    self.alive[process] = times.user + times.system
-                    self.total += self.alive[process] - before
-                except psutil.Error:
-                    del self.alive[process]
-            time.sleep(0.5)
+            self.look()
+            time.sleep(1)
 
 
 watch = Watch()
 seen = 0.0
 
 
+def is_long(path: Path) -> bool:
+    return path.name.startswith(LONG) or path.parent.name == "all"
+
+
 def pytest_collection_modifyitems(items):
     """The long files come first, so that none of them is still running alone at the end."""
-    items.sort(key=lambda item: (not item.path.name.startswith(LONG), item.path.suffix != ".ipynb"))
+    items.sort(key=lambda item: (not is_long(item.path), item.path.suffix != ".ipynb"))
 
 
 def pytest_sessionstart():

@@ -1,14 +1,12 @@
-"""How the tests of the exercises' checks (test_checks_CHAPTER_LESSON.py) say that an answer passes or is rejected."""
+"""How the tests of the exercises' checks (test_checks_chapter_N.py) run their tables of right and wrong answers."""
 
-import json
-import os
+import re
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs import ROOT, TORCHRUN
 
 from shared.checks import machinery
 
@@ -24,49 +22,89 @@ def assert_accepts(check: Callable, answer, capsys) -> None:
     assert all(line.startswith("[OK] Exercise ") for line in capsys.readouterr().out.splitlines())
 
 
-def assert_rejects(check: Callable, answer, because: str, capsys) -> None:
+def assert_rejects(check: Callable, answer, because: str | re.Pattern, capsys) -> None:
     """In a lesson by one line that contains `because`, in the solutions by an AssertionError with the same words."""
     assert check(answer) is False
     (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith("[  ] Exercise ") and because in line
+    assert line.startswith("[  ] Exercise ")
+    assert because.search(line) if isinstance(because, re.Pattern) else because in line
     with pytest.raises(AssertionError) as caught:
         check(answer, strict=True)
     assert line == f"[  ] {caught.value}"
 
 
-def launch_together(
-    folder: Path, program: str, scripts: Mapping[str, str], nproc: int, *outputs: str, modules: Sequence[str] = (),
-    cwd: Path | None = None,
-) -> dict[str, Path]:  # fmt: skip
-    """Run a check's program on several answers in one launch of `nproc` ranks, to save time.
+def judge(check: Callable, right: Sequence, wrong: Sequence | Mapping[str, tuple], prepare: str = "") -> Callable:
+    """Make a test of a check: it accepts each right answer, and rejects the stub and each wrong one with help.
 
-    scripts: the answers' sources by name. For each, the program is called as WROTE SCRIPT WROTE/OUTPUT..., after the
-    ranks have imported `modules`. Returns WROTE, what the ranks wrote, by the answer's name.
+    wrong: (answer, because) for each, or by its name. because: words of the message, or a pattern that is found in it.
+    prepare: a fixture that returns a function; what this makes of an answer is given to the check.
     """
-    found = {}
-    for number, (name, source) in enumerate(scripts.items()):
-        wrote = found[name] = folder / f"{number:02}"
-        wrote.mkdir(parents=True)
-        (wrote / "call.py").write_text(program)
-        (wrote / "answer.py").write_text(source)
-        command = [wrote / "call.py", wrote, wrote / "answer.py", *(wrote / output for output in outputs)]
-        (wrote / "command.json").write_text(json.dumps([str(word) for word in command]))
-    command = [*TORCHRUN, "--nproc-per-node", str(nproc), ROOT / "tests/many_answers.py", folder, *modules]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    subprocess.run(command, check=True, timeout=900, env=environment, cwd=cwd)
-    return found
+    named = wrong if isinstance(wrong, Mapping) else {f"wrong-{number}": case for number, case in enumerate(wrong)}
+    cases = {f"right-{number}": (answer, None) for number, answer in enumerate(right)} | named
+
+    @pytest.mark.parametrize(("answer", "because"), cases.values(), ids=cases)
+    def test(answer, because, request, capsys):
+        prepared = request.getfixturevalue(prepare)(answer) if prepare else answer
+        capsys.readouterr()
+        if because is None:
+            assert_accepts(check, prepared, capsys)
+        else:
+            assert_rejects(check, prepared, because, capsys)
+
+    return test
 
 
-def replay(monkeypatch, program: str, nproc: int, wrote: Path) -> None:
-    """Let the next check find what `launch_together` has run already, in place of a launch of its own."""
+@dataclass(frozen=True)
+class Call:
+    """A check's program on an answer: the ranks start it as PROGRAM FOLDER ANSWER ARGUMENT... FOLDER/OUTPUT..."""
 
-    def run_script(path, ranks, into, script, *outputs):
-        assert (Path(path).read_text(), ranks) == (program, nproc)
-        codes = [int((wrote / f"{rank}.code").read_text()) for rank in range(nproc)]
-        machinery.expect_success(int(any(codes)), "".join((wrote / f"{rank}.err").read_text() for rank in range(nproc)))
-        for rank in range(nproc):
-            shutil.copy(wrote / f"{rank}.json", into)
+    program: str
+    answer: str
+    outputs: tuple[str, ...] = ()
+    arguments: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A call that has ended: the folder that it wrote to, the file with the answer, and how its ranks ended."""
+
+    folder: Path
+    answer: Path
+    ended: machinery.Ended
+
+
+def launch_together(
+    folder: Path, nproc: int, calls: Mapping[object, Call], modules: Sequence[str] = (), cwd: Path | None = None
+) -> dict[object, Launched]:
+    """Run many calls in one launch of `nproc` ranks, which have imported `modules`; the results by key."""
+    places, commands = {}, []
+    for number, (key, call) in enumerate(calls.items()):
+        place = places[key] = folder / f"{number:03}"
+        place.mkdir(parents=True)
+        (place / "call.py").write_text(call.program)
+        (place / "answer.py").write_text(call.answer)
+        outputs = [place / output for output in call.outputs]
+        commands.append([place / "call.py", place, place / "answer.py", *call.arguments, *outputs])
+    ended = machinery.run_scripts(commands, nproc, modules, cwd=cwd)
+    return {
+        key: Launched(place, place / "answer.py", each)
+        for (key, place), each in zip(places.items(), ended, strict=True)
+    }
+
+
+def replay(monkeypatch, call: Call, launched: Launched) -> Path:
+    """Let the next check of this answer find what its ranks have done already; returns the file with the answer."""
+
+    def run_script(path, nproc, into, script=None, *rest):
+        assert (Path(path).read_text(), nproc) == (call.program, len(launched.ended.printed))
+        arguments, outputs = rest[: len(call.arguments)], rest[len(call.arguments) :]
+        assert arguments == call.arguments
+        for report in launched.folder.glob("*.json"):
+            shutil.copy(report, into)
         for output in outputs:
-            shutil.copytree(wrote / Path(output).name, output)
+            shutil.copytree(launched.folder / Path(output).name, output)
+        machinery.expect_success(launched.ended.exit_code, launched.ended.errors)
+        return launched.ended.printed
 
     monkeypatch.setattr(machinery, "run_script", run_script)
+    return launched.answer

@@ -1,11 +1,18 @@
 """Fixtures of several test files."""
 
+import contextlib
+import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+from answers import stub
+from kills import options_for_kills
+from launcher import FAKE_SSH
 from program import PROGRAM
 from runs import train
 from small_runs import UNEVEN, write_inputs
@@ -21,6 +28,20 @@ def small_mnist(tmp_path_factory) -> Path:
 def one_process(small_mnist, tmp_path_factory) -> list[dict]:
     """The metrics that all numbers of processes must have with the options UNEVEN."""
     return train(0, tmp_path_factory.mktemp("one"), *UNEVEN, "--data-dir", small_mnist)
+
+
+@pytest.fixture(scope="session")
+def undisturbed(small_mnist, tmp_path_factory):
+    """(folder, metrics) of a run that nothing happened to, once for each number of processes."""
+    done = {}
+
+    def get(nproc: int):
+        if nproc not in done:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            done[nproc] = folder, train(nproc, folder, *options_for_kills(small_mnist))
+        return done[nproc]
+
+    return get
 
 
 @pytest.fixture(scope="session")
@@ -75,3 +96,28 @@ def plain_python(monkeypatch):
     ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", ["train.py"])
+
+
+@pytest.fixture
+def nothing_is_left(tmp_path: Path) -> Iterator[None]:
+    """Ends what a test that failed has left running."""
+    yield
+    for process in psutil.process_iter(["cmdline"]):
+        if str(tmp_path) in " ".join(process.info["cmdline"] or []):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+@pytest.fixture
+def fake_ssh(tmp_path: Path) -> dict[str, str]:
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "ssh").write_text(FAKE_SSH)
+    (folder / "ssh").chmod(0o755)
+    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "FAKE_SSH_LOG": str(tmp_path / "ssh.log")}
+
+
+@pytest.fixture
+def returned():
+    """Makes of a diagnosis, which is not the stub, a function that returns it."""
+    return lambda answer: answer if answer is stub else lambda: answer

@@ -48,3 +48,23 @@ def result(folder: Path, name: str) -> dict:
 
 def losses(outcome: dict) -> list[float]:
     return [loss for line in outcome["epochs"] for loss in line["step_losses"]]
+
+
+def reports(folder: Path) -> dict[Path, list[dict]]:
+    """Each trial's reports of a search, by their file."""
+    return {path: [json.loads(line) for line in path.open()] for path in folder.glob("*/result.json")}
+
+
+def here(folder: Path, *changes: str, state: dict | None = None) -> dict:
+    """Train in this process."""
+    from training import config as configuration
+    from training import data, trainer, utils
+
+    from shared.distributed import Worker
+    from shared.runs import Run
+
+    config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={folder}/data", *changes])
+    run_folder = folder / "runs/here"
+    run_folder.mkdir(parents=True, exist_ok=True)
+    folders = trainer.Folders(str(run_folder), data.prepare(config), str(folder / "logs/here"))
+    return trainer.train(config, folders, Worker(), lambda: state, utils.store_in(Run(run_folder), config))

@@ -173,10 +173,11 @@ class Fork(Run):
         **torchrun: object,
     ) -> None:  # fmt: skip
         self.metrics_file, self.output = folder / "metrics.jsonl", folder / f"output-{time.monotonic_ns()}"
+        self.started = script or self.script
         options = [*(["--storage-path", folder, "--metrics-out", self.metrics_file] if trains else []), *args]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.process = FORKS.Process(
-            target=start_script, args=(nproc, script or self.script, folder, self.output, environment, torchrun,
+            target=start_script, args=(nproc, self.started, folder, self.output, environment, torchrun,
             *map(str, options)),
         )  # fmt: skip
         self.process.start()
@@ -269,3 +270,22 @@ def refused_here(script: Path, *args: object) -> str:
     (line,) = errors.getvalue().splitlines()
     assert line.startswith(f"{script.name}: error: ")
     return line
+
+
+def assert_resumes_on_one_worker(run: Fork, folder: Path, options: tuple, after: int, tolerance: float) -> None:
+    """One Ray worker skips the newest sharded checkpoint of two, which is damaged here, and continues `after` a step.
+
+    run: of two workers over two epochs, in `folder`/run. Its schedule stays, whatever the options say.
+    """
+    before, damaged = run.metrics(), sorted((folder / "run").glob("checkpoint-*"))[-1]
+    shard = max(damaged.rglob("*"), key=lambda path: path.stat().st_size)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    # Halved after the first epoch, the learning rate would give other losses.
+    again = Fork(0, folder, *options, "--num-workers", 1, "--resume", "--lr-step-size", 1, script=run.started)
+    assert again.finish() == 0, again.text
+    note = "note: lr_step_size 1 is ignored: optimizer and schedule are restored; the run was started with 2"
+    assert note in again.text
+    assert f"skipped {damaged.name} (truncated" in again.text
+    assert f"continuing after step {after}" in again.text
+    assert again.metrics()[0]["step_losses"] == before[0]["step_losses"]
+    assert again.metrics()[1]["step_losses"] == pytest.approx(before[1]["step_losses"], rel=tolerance)

@@ -1,4 +1,4 @@
-"""How a check runs a learner's script on several ranks, and ends it when it hangs or is interrupted."""
+"""How a check runs a learner's script on several ranks, or many in one launch, and ends what hangs or fails."""
 
 import contextlib
 import os
@@ -47,6 +47,63 @@ def test_run_script_tells_a_stub_from_a_mistake(launched):
     assert isinstance(launched["failing"], machinery.Wrong)
     assert str(launched["failing"]).startswith("the script failed: ")
     assert "ValueError: 12 samples cannot be dealt" in str(launched["failing"])
+
+
+GROUP = """
+import torch
+from torch.distributed.distributed_c10d import _get_default_store
+from shared import distributed
+worker = distributed.join()
+known = _get_default_store().check(["a key"])  # a group of its own finds no addresses of an earlier one
+print(known, distributed.global_sum(torch.tensor(worker.rank + {})).item())
+_get_default_store().set("a key", "")
+distributed.leave()
+"""
+IN_ONE_LAUNCH = {
+    "imports": "import sys\nprint('this' in sys.modules)",
+    "right": SCRIPTS["right"],
+    "group": GROUP.format(1),
+    "stub": SCRIPTS["stub"],
+    "partner": SCRIPTS["failing"] + "\nimport time\ntime.sleep(800)\nprint('too late')",
+    "exit": "import os, sys\nif os.environ['RANK'] == '0':\n    sys.exit(3)",
+    "another group": GROUP.format(10),
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """How each script of IN_ONE_LAUNCH ended on two ranks that had imported `this`, which nothing else imports."""
+    folder = tmp_path_factory.mktemp("another folder with spaces")
+    for name, script in IN_ONE_LAUNCH.items():
+        (folder / f"{name}.py").write_text(script)
+    commands = [[folder / f"{name}.py", "--flag", "two words"] for name in IN_ONE_LAUNCH]
+    return dict(zip(IN_ONE_LAUNCH, machinery.run_scripts(commands, 2, ["this"], timeout=600), strict=True))
+
+
+def test_run_scripts_returns_what_each_rank_prints_in_the_order_of_scripts_and_ranks(ended):
+    printed = ["0 2 1 --flag two words\n", "1 2 1 --flag two words\n"]
+    assert ended["right"] == machinery.Ended(printed, exit_code=0, errors="")
+
+
+def test_run_scripts_imports_the_modules_before_the_first_script(ended):
+    assert ended["imports"] == machinery.Ended(["True\n", "True\n"], exit_code=0, errors="")
+
+
+def test_run_scripts_gives_each_script_a_process_group_of_its_own(ended):
+    assert ended["group"].printed == ["False 3\n", "False 3\n"]
+    assert ended["another group"].printed == ["False 21\n", "False 21\n"]
+
+
+def test_run_scripts_tells_a_stub_from_a_mistake_and_ends_the_partner_of_a_failed_rank(ended):
+    with pytest.raises(NotImplementedError):
+        machinery.expect_success(ended["stub"].exit_code, ended["stub"].errors)
+    with pytest.raises(machinery.Wrong, match="the script failed: ValueError: 12 samples cannot be dealt"):
+        machinery.expect_success(ended["partner"].exit_code, ended["partner"].errors)
+    assert ended["partner"].printed == ["", ""]
+
+
+def test_run_scripts_returns_the_exit_code_of_a_script_that_calls_sys_exit(ended):
+    assert (ended["exit"].exit_code, ended["exit"].errors) == (3, "")
 
 
 def test_a_rank_that_aborts_while_it_exits_is_told_to_leave_unless_another_error_came_first():

@@ -43,12 +43,13 @@ def missing_from_notebook(claim: dict[str, str], notebook: Notebook) -> str | No
 
 
 def missing_from_tests(claim: dict[str, str], file: str, source: str) -> str | None:
-    """Why the test does not prove the claim; None where it does."""
-    tests = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
-    for test in tests:
-        if test.name == claim["test"]:
-            off = SWITCHED_OFF.search(" ".join(map(ast.unparse, test.decorator_list)))
-            return f"{file}::{test.name} is marked {off[1]}" if off else None
+    """Why the test, a function or a table that `judge` makes into one, does not prove the claim; None where it does."""
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == claim["test"]:
+            off = SWITCHED_OFF.search(" ".join(map(ast.unparse, node.decorator_list)))
+            return f"{file}::{node.name} is marked {off[1]}" if off else None
+        if isinstance(node, ast.Assign) and re.match(rf"{claim['test']} = judge\w*\(", ast.unparse(node)):
+            return None
     return f"{file} has no test {claim['test']}"
 
 
@@ -103,6 +104,9 @@ def test_a_cell_that_has_gone_is_missed(lesson_1_2):
 
 def test_a_test_that_has_gone_or_is_switched_off_is_missed():
     file, claim = claims_of(".py")[0]
+    judged = {"test": "test_9_9a"}
+    assert missing_from_tests(judged, file, "test_9_9a = judge(check, [1], [(2, 'no')])") is None
+    assert "has no test" in missing_from_tests(judged, file, "test_9_9a = 1\n")
     source, begins = (ROOT / file).read_text(), f"def {claim['test']}("
     assert missing_from_tests(claim, file, source) is None
     assert "has no test" in missing_from_tests(claim, file, source.replace(begins, "def helper("))

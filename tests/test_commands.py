@@ -5,7 +5,6 @@ knows fails, and so does one that nobody runs and that does not stand below with
 """
 
 import argparse
-import ast
 import contextlib
 import functools
 import importlib
@@ -17,14 +16,13 @@ import shlex
 import shutil
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 import pytest
 from notebook_rules import repository_files
+from pages import blocks, copied_out, needs, section
 
 import ray_images
 from shared import restarts, sampling
@@ -112,12 +110,6 @@ class Command:
 
 
 # --- found on the pages ----------------------------------------------------------------------------------------------
-
-
-def blocks(text: str) -> Iterator[tuple[int, str, str]]:
-    """(line, language, content) of each fenced block."""
-    for found in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        yield text.count("\n", 0, found.start()) + 2, found[1], found[2]
 
 
 def of_shell(language: str, content: str) -> bool:
@@ -616,24 +608,22 @@ RUN_BY = {
     r"torchrun .* --max-restarts 3 .*": "01-ddp-pytorch-only/04_torchrun.ipynb",
     r"torchrun .* --resume": "tests/test_train_ddp.py::test_the_whole_job_is_killed_and_resumed",
     r".*launch_multinode_ddp\.sh localhost .*": "01-ddp-pytorch-only/05_two_nodes.ipynb",
-    r".*launch_multinode_ddp\.sh host1 .*": "tests/test_launcher.py::test_remote_nodes_end_with_the_launcher",
+    r".*launch_multinode_ddp\.sh host1 .*": "tests/all/test_launcher_ends.py::test_remote_nodes_end_with_the_launcher",
     r"python .*train_ray_ddp\.py --num-workers 1": (
         "tests/test_train_ray.py::test_a_signal_ends_the_run_and_all_of_ray"
     ),
     r"python .*train_ray_ddp\.py (--num-workers 2|--run-name first)": "02-ddp-pytorch-ray/02_nothing_changed.ipynb",
     r"python train_ray_ddp\.py --run-name first --resume": (
-        "tests/test_train_ray.py::test_four_workers_and_a_damaged_checkpoint"
+        "tests/test_train_ray.py::test_two_workers_and_a_damaged_checkpoint"
     ),
     r"python train_ray_ddp\.py --num-workers 0.*": (
         "tests/test_small_runs.py::test_other_ranks_compute_what_one_process_does"
     ),
-    r"python train_ray_ddp\.py --num-workers 4:6 .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
-    r"python .*train_ray_ddp\.py --num-workers 16 .*": (
-        "tests/test_train_ray.py::test_four_workers_and_a_damaged_checkpoint"
-    ),
+    r"python train_ray_ddp\.py --num-workers 4:6 .*": "tests/all/test_elastic.py::test_two_workers_one_and_two_again",
+    r"python .*train_ray_ddp\.py --num-workers 16 .*": ("tests/all/test_train_ray_failures.py::test_four_workers"),
     r"python train_ray_ddp_with_ray_data\.py --num-workers 2": "02-ddp-pytorch-ray/03_ray_data.ipynb",
     r"python train_ray_ddp_with_ray_data\.py --data-uri .*": (
-        "tests/test_train_ray.py::test_ray_data_on_a_folder_of_pictures"
+        "tests/all/test_train_ray_failures.py::test_ray_data_on_a_folder_of_pictures"
     ),
     r"python train_ray_fsdp2\.py --num-workers 2": "03-fsdp-deepspeed/03_sharded_checkpoints.ipynb",
     r"python train_ray_fsdp2\.py --num-workers 0 .*": (
@@ -651,25 +641,25 @@ RUN_BY = {
         "tests/test_finetune.py::test_a_merged_export_is_base_and_adapter_in_one"  # two ranks, in local mode
     ),
     r"sbatch .*torchrun\.sbatch .*": (
-        "tests/test_slurm.py::test_a_job_with_torchrun_is_requeued_and_ends_like_one_process"
+        "tests/all/test_slurm_jobs.py::test_a_job_with_torchrun_is_requeued_and_ends_like_one_process"
     ),
-    r"sbatch .*ray\.sbatch .*": "tests/test_slurm.py::test_a_job_with_ray_computes_what_one_process_does",
+    r"sbatch .*ray\.sbatch .*": "tests/all/test_slurm_jobs.py::test_a_job_with_ray_computes_what_one_process_does",
     r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
-    r"python elastic\.py .*": "tests/test_elastic.py::test_two_workers_one_and_two_again",
+    r"python elastic\.py .*": "tests/all/test_elastic.py::test_two_workers_one_and_two_again",
     r"python -m training\.local_training --set .*": "tests/test_program.py::test_a_file_of_one_s_own",
     r"python -m training\.distributed_training --set dataset\.kind=synthetic .*": (
-        "tests/test_program.py::test_the_other_models_learn"  # in one process
+        "tests/all/test_program_models.py::test_the_other_models_learn"  # in one process
     ),
     r"python -m training\.(local_training|distributed_training|predict .*)": (
         "tests/test_program.py::test_one_process_and_two_workers_have_the_same_losses"
     ),
     r"python -m training\.(tune .*|distributed_training --config-dir .*)": (
-        "tests/test_program_tune.py::test_a_search_is_killed_and_resumed_and_writes_its_winner"
+        "tests/all/test_searches.py::test_a_search_is_killed_and_resumed_and_writes_its_winner"
     ),
     r"deployment/ray_cluster_setup\.sh .*|source ~/\.ray-cluster/env|python scripts/(verify|monitor)_\w+\.py .*|"
     r".*scripts/run_distributed_training\.sh.*": (
-        "tests/test_program_cluster.py::test_a_cluster_is_started_verified_trained_on_watched_and_stopped"
+        "tests/all/test_program_cluster.py::test_a_cluster_is_started_verified_trained_on_watched_and_stopped"
     ),
     r"pip install \.": "tests/test_program.py::test_one_process_and_two_workers_have_the_same_losses",
     r"python -m shared\.doctor": "tests/test_doctor.py::test_the_exit_code_says_whether_all_is_well",
@@ -677,7 +667,7 @@ RUN_BY = {
     r"make diffs": "tests/test_repository.py::test_a_stale_diff_is_found_and_renewed",
     r"python \S+ --help": "tests/test_commands.py::test_every_command_is_one_that_its_program_takes",
     r"python -c .*": "tests/test_commands.py::test_every_command_is_one_that_its_program_takes",
-    r"(mkdir|cp) .*": "tests/test_commands.py::test_a_copy_trains_on_data_of_ones_own",
+    r"(mkdir|cp) .*": "tests/all/test_copies.py::test_a_copy_trains_on_data_of_ones_own",
     r"python -m ipykernel install .*|jupyter kernelspec .*": (
         "tests/test_commands.py::test_the_kernel_is_made_found_and_taken_away"
     ),
@@ -761,37 +751,6 @@ def test_pytest_finds_a_chapter_s_lessons():
 
 # --- copied out ------------------------------------------------------------------------------------------------------
 
-PRODUCTION = "## Copy this into production"
-
-
-def section(page: str) -> str:
-    """A page's section on production."""
-    return (ROOT / page).read_text().partition(f"\n{PRODUCTION}\n")[2].partition("\n## ")[0]
-
-
-def needs(path: Path) -> set[str]:
-    """The modules of `shared`, and those beside the file, that it imports, and those that these import."""
-    found: set[str] = set()
-    waiting = [path]
-    while waiting:
-        for node in ast.walk(ast.parse(waiting.pop().read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom) and node.module in ("shared", "shared.on_ray"):
-                names = [f"{node.module}.{name}" for name in names]
-            elif isinstance(node, ast.ImportFrom):
-                names = [node.module or ""]
-            for name in set(names):
-                file = (
-                    ROOT / f"{name.replace('.', '/')}.py"
-                    if name.startswith("shared.")
-                    else path.with_name(f"{name}.py")
-                )
-                if file.is_file() and file.stem not in found:
-                    waiting.append(file)
-                    found.add(file.stem)
-    return found
-
-
 FIRST = {
     "checkpoint", "datasets", "distributed", "errors", "lease", "measure", "models", "options", "paths", "progress",
     "rendezvous", "restarts", "runs", "sampling", "script", "tasks",
@@ -824,71 +783,6 @@ def test_what_travels_with_the_program_is_what_its_page_says():
     all_of_them = {path.stem for folder in ("shared", "shared/on_ray") for path in (ROOT / folder).glob("*.py")}
     assert all_of_them - {"__init__"} - program_needs() == {"command_line", "doctor", "plots"}
     assert "all except `checks/`, `command_line`, `doctor` and `plots`" in section(f"{PROGRAM}/README.md")
-
-
-@pytest.fixture(scope="module")
-def clean_python(tmp_path_factory) -> Path:
-    """An interpreter with all packages that are installed here, but for those of the workshop."""
-    folder = tmp_path_factory.mktemp("clean")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    (packages,) = folder.glob("lib/python*/site-packages")
-    # A path in a .pth file is added as it is: the .pth files in it, which lead to this folder, are not read.
-    (packages / "all.pth").write_text(sysconfig.get_path("purelib"))
-    python = folder / "bin/python"
-    assert subprocess.run([python, "-c", "import shared"], cwd=folder, capture_output=True).returncode == 1
-    return python
-
-
-def run_in(folder: Path, home: Path, *words: object) -> str:
-    """A command's output, in a folder outside the workshop."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    environment |= {"HOME": str(home), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([*map(str, words)], cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def copied_out(page: str, home: Path) -> None:
-    """Do what the page's section says first: make a folder, copy."""
-    commands = next(content for _, language, content in blocks(section(page)) if language == "bash")
-    lines = [line for line in commands.splitlines() if line.startswith(("mkdir", "cp"))]
-    assert lines
-    run_in((ROOT / page).parent, home, "bash", "-ec", "\n".join(lines))
-
-
-def with_own_data(script: Path) -> None:
-    """Change a copied script as chapter 1's page says: its diff, and its task."""
-    parts = {language: content for _, language, content in blocks(section("01-ddp-pytorch-only/README.md"))}
-    text = script.read_text()
-    diff = parts["diff"].replace("+import numpy as np\n import torch\n", "")
-    for old, new in re.findall(r"^-(.*)\n\+(.*)$", diff, re.MULTILINE):
-        assert text.count(old) == 1, old
-        text = text.replace(old, f"\n{parts['python']}\n\n{new}")
-    script.write_text(text.replace("\nimport torch\n", "\nimport numpy as np\nimport torch\n", 1))
-
-
-@pytest.mark.parametrize(("name", "launch", "options"), [
-    ("01-ddp-pytorch-only/train_ddp.py", ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], []),
-    ("02-ddp-pytorch-ray/train_ray_ddp.py", [], ["--num-workers", "0"]),
-])  # fmt: skip
-def test_a_copy_trains_on_data_of_ones_own(name, launch, options, clean_python, tmp_path):
-    copied_out(str(Path(name).parent / "README.md"), tmp_path)
-    job = tmp_path / "job"
-    script = job / Path(name).name
-    kept = needs(ROOT / name) | {"__init__", "on_ray"}
-    for path in (job / "shared").glob("*"):
-        if path.stem not in kept:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    with_own_data(script)
-    (job / "data").mkdir()
-    labels = np.arange(240) % 3
-    images = np.random.default_rng(0).normal(size=(240, 3, 6, 5)) + labels[:, None, None, None]
-    np.savez(job / "data/mine.npz", images=images, labels=labels)
-    options = [*options, "--model", "mlp", "--epochs", "4", "--batch-size", "50", "--metrics-out", "metrics.jsonl"]
-    run_in(job, tmp_path, clean_python, *launch, script.name, *options)
-    lines = [ast.literal_eval(line) for line in (job / "metrics.jsonl").read_text().splitlines()]
-    assert [line["samples_seen"] for line in lines] == [192] * 4 and lines[0]["world_size"] == (2 if launch else 1)
-    assert lines[-1]["val_accuracy"] > 0.6  # of three classes
 
 
 def test_a_copy_of_the_program_has_all_that_it_imports(tmp_path):

@@ -1,104 +1,18 @@
 """launch_multinode_ddp.sh: several nodes on this machine, and "remote" ones through a stand-in for ssh."""
 
-import contextlib
-import json
 import os
 import re
 import shlex
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from launcher import CHAPTER, CPU, ENDS_WITHIN, assert_nothing_runs, environment, launch, start_training
 
-from shared.rendezvous import free_port
-
-CHAPTER = Path(__file__).parents[1] / "01-ddp-pytorch-only"
-LAUNCHER = CHAPTER / "launch_multinode_ddp.sh"
-ENDS_WITHIN = 120  # seconds; it takes a few, and a busy machine some more
-CPU = {"CUDA_VISIBLE_DEVICES": ""}  # the stand-in for ssh leads back to this machine: its nodes would share a GPU
-
-# Records its arguments, then runs the command here in a terminal of its own, as `ssh -tt` has sshd do over there.
-FAKE_SSH = f"""#!{sys.executable}
-import json, os, pty, sys
-with open(os.environ["FAKE_SSH_LOG"], "a") as log:
-    log.write(json.dumps(sys.argv[1:]) + "\\n")
-if "nowhere" in sys.argv:
-    sys.exit("ssh: Could not resolve hostname nowhere: Name or service not known")
-command = ["bash", "-c", sys.argv[-1]]
-if "-tt" not in sys.argv:
-    os.execvp("bash", command)
-sys.exit(os.waitstatus_to_exitcode(pty.spawn(command)))
-"""
-
-
-def environment(**changes: str) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "PYTHON", "CUDA_VISIBLE_DEVICES")
-    return {name: value for name, value in os.environ.items() if name not in names} | changes
-
-
-def launch(*words: str | Path, folder: Path, timeout: float = 600, **changes: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [LAUNCHER, *words], cwd=folder, env=environment(**changes), capture_output=True, text=True, timeout=timeout
-    )
-
-
-def alive(marker: Path) -> list[str]:
-    """The command lines of all processes that name `marker`, a path that only one test uses."""
-    lines = []
-    for process in psutil.process_iter(["cmdline", "status"]):
-        line = " ".join(process.info["cmdline"] or [])
-        if str(marker) in line and process.info["status"] != psutil.STATUS_ZOMBIE:
-            lines.append(line)
-    return lines
-
-
-def assert_nothing_runs(marker: Path) -> None:
-    """What got a SIGKILL a moment ago may take that moment to end."""
-    deadline = time.monotonic() + ENDS_WITHIN
-    while lines := alive(marker):
-        assert time.monotonic() < deadline, lines
-        time.sleep(0.1)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left(tmp_path: Path) -> Iterator[None]:
-    """Ends what a test that failed has left running."""
-    yield
-    for process in psutil.process_iter(["cmdline"]):
-        if str(tmp_path) in " ".join(process.info["cmdline"] or []):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-
-def start_training(words: list[str], folder: Path, marker: Path, **changes: str) -> subprocess.Popen:
-    """Start an endless training and return once it is in its second epoch."""
-    output = open(folder / "output.txt", "w+")  # noqa: SIM115
-    process = subprocess.Popen(
-        [LAUNCHER, *words, "--", "--model", "mlp", "--epochs", "100000", "--storage-path", marker],
-        cwd=folder, env=environment(**CPU, **changes), stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
-        # As in a terminal, even where the tests run in the background of a script, which ignores Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )  # fmt: skip
-    deadline = time.monotonic() + 600
-    while "epoch 1/" not in (folder / "output.txt").read_text():
-        assert process.poll() is None and time.monotonic() < deadline, (folder / "output.txt").read_text()
-        time.sleep(0.1)
-    return process
-
-
-@pytest.fixture
-def fake_ssh(tmp_path: Path) -> dict[str, str]:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    (folder / "ssh").write_text(FAKE_SSH)
-    (folder / "ssh").chmod(0o755)
-    return {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "FAKE_SSH_LOG": str(tmp_path / "ssh.log")}
+pytestmark = pytest.mark.usefixtures("nothing_is_left")
 
 
 def test_a_failing_node_ends_all_others(tmp_path):
@@ -119,35 +33,6 @@ def test_a_wrong_option_for_the_script_is_said_once_and_ends_all(tmp_path):
     errors = [line for line in run.stdout.splitlines() if "train_ddp.py: error:" in line]
     assert len(errors) == 1 and "nope" in errors[0]
     assert_nothing_runs(marker)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing_behind_and_says_how_to_go_on(tmp_path, number):
-    marker = tmp_path / "storage"
-    process = start_training(["localhost", "localhost"], tmp_path, marker)
-    assert len(alive(marker)) >= 5  # the launcher, two agents, two ranks
-    process.send_signal(number)
-    assert process.wait(timeout=ENDS_WITHIN) == 128 + number
-    assert_nothing_runs(marker)
-    assert re.search(r"\[node 0 localhost\] \[rank 0/2\] stopped by .*--resume", (tmp_path / "output.txt").read_text())
-
-
-def test_remote_nodes_end_with_the_launcher(tmp_path, fake_ssh):
-    """Two loopback addresses as hosts, reached through the stand-in for ssh, from a folder with a blank in its name."""
-    folder, marker = tmp_path / "a folder", tmp_path / "storage"
-    folder.mkdir()
-    (folder / "hosts.txt").write_text("# the cluster\n127.0.0.1\n\n  127.0.0.2  # the second\r\n")
-    words = ["--hostfile", "hosts.txt", "--port", str(free_port())]  # not the default: another test run may hold it
-    process = start_training(words, folder, marker, OMP_NUM_THREADS="1", **fake_ssh)
-    calls = [json.loads(line) for line in Path(fake_ssh["FAKE_SSH_LOG"]).read_text().splitlines()]
-    checks, agents = [call for call in calls if "-n" in call], [call for call in calls if "-tt" in call]
-    assert [call[-2] for call in checks] == ["127.0.0.1", "127.0.0.2"] == sorted(call[-2] for call in agents)
-    assert all("OMP_NUM_THREADS=1" in call[-1] and "BatchMode=yes" in call for call in agents)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=ENDS_WITHIN) == 130
-    assert_nothing_runs(marker)
-    text = (folder / "output.txt").read_text()
-    assert "[node 0 127.0.0.1] [rank 0/2] stopped by SIG" in text and "\r" not in text
 
 
 def test_dry_run_prints_the_commands_and_starts_nothing(tmp_path, fake_ssh):

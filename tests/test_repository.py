@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -123,6 +124,32 @@ def test_no_file_holds(rule: Callable[[str], list[str]]):
     found = {path.relative_to(ROOT).as_posix(): rule(text_of(path)) for path in repository_files()}
     assert len(found) > 10
     assert {path: words for path, words in found.items() if words} == {}, rule.__doc__
+
+
+def files_run_by(target: str) -> set[Path]:
+    """The files with tests, lessons and solutions that `make TARGET` runs, by the command that it shows."""
+    shown = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (words,) = [shlex.split(line) for line in shown.splitlines() if " -m pytest " in line]
+    assert words[-2:] == ["tests", "0*-*/"]
+    ignored = [ROOT / words[number + 1] for number, word in enumerate(words) if word == "--ignore"]
+    folders = [ROOT / "tests", *ROOT.glob("0*-*/")]
+    files = [path for path in repository_files() if any(path.is_relative_to(folder) for folder in folders)]
+    files = [path for path in files if not any(path.is_relative_to(folder) for folder in ignored)]
+    return {path for path in files if re.fullmatch(r"test_.*\.py|.*_test\.py|.*\.ipynb", path.name)}
+
+
+def test_every_file_of_tests_and_every_lesson_belongs_to_one_tier():
+    """`make test` runs all but tests/all, `make test-all` everything; no test is in a file that neither collects."""
+    first, both = files_run_by("test"), files_run_by("test-all")
+    second = {path for path in both if path.is_relative_to(ROOT / "tests/all")}
+    assert first == both - second and first and second
+    assert {path for path in repository_files() if path.suffix == ".ipynb"} <= first
+    for path in repository_files():
+        if path.suffix == ".py" and path not in both:
+            functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+            assert [each.name for each in functions if each.name.startswith("test_")] == [], path
+    names = [path.name for path in both if path.suffix == ".py"]
+    assert len(names) == len(set(names)), "two files of tests need two names: both tiers run in one pytest"
 
 
 def test_links_and_pictures_of_all_markdown_files_lead_somewhere():

@@ -1,14 +1,13 @@
 """The GPT scripts as a user starts them: FSDP2 and every ZeRO stage held to one process, killed, resumed, refused."""
 
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
-from runs import ROOT, Fork, progress_options, refused, refused_here, train
+from runs import ROOT, Fork, assert_resumes_on_one_worker, progress_options, refused, refused_here, train
 
 from shared import datasets, measure, models
 from shared.distributed import Worker
@@ -58,64 +57,28 @@ def test_zero_computes_what_one_process_computes(stage, more, one_process, tmp_p
     assert_close(metrics, one_process["fp32"], 1e-5, f"zero-{stage}", "fp32")
 
 
-def test_bf16_and_accumulation_on_a_text_of_ones_own(tmp_path):
-    """Mixed precision halves what ZeRO-1 keeps of the weights; two accumulation steps make one optimizer step."""
-    settings = json.loads((ROOT / "03-fsdp-deepspeed/ds_config.json").read_text())
-    settings |= {"bf16": {"enabled": True}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
-    settings |= {"zero_optimization": settings["zero_optimization"] | {"stage": 1}}
-    del settings["gradient_accumulation_steps"]  # a batch of 8 on 2 ranks, in parts of 2
-    (tmp_path / "accumulate.json").write_text(json.dumps(settings))
-    (tmp_path / "text.txt").write_text("A text of one's own. " * 1000)
-    options = (*LOCAL, *STEPS, "--text-file", "text.txt")
-    (line,) = train(2, tmp_path, *options, "--ds-config", "accumulate.json", script=DEEPSPEED)
-    assert line["step_losses"][-1] < line["step_losses"][0] - 1
-    predicted = measure.predicted_state_bytes("zero-1", "bf16", NUM_PARAMETERS, 2)
-    assert line["state_bytes_per_rank"] == pytest.approx(predicted, rel=0.02)
+def test_deepspeed_loses_a_worker_skips_a_damaged_checkpoint_and_resumes_on_one_worker(on_cluster, tmp_path):
+    """Two workers save inside their epochs of 20 steps. One is killed, and what all do after that is what torchrun's
+    two ranks do, bit for bit. Then one worker goes on after the last save but one.
 
-
-@pytest.mark.parametrize(("script", "other", "more", "tolerance"), [
-    (FSDP2, (DEEPSPEED,), ("--precision", "fp64"), 1e-9),
-    # Over 20 steps in float32 the other order of sums grows.
-    (DEEPSPEED, (DEEPSPEED, "--zero-stage", 1), (), 1e-4),
-])  # fmt: skip
-def test_a_damaged_checkpoint_is_skipped_and_a_run_resumed_by_another_number(
-    script, other, more, tolerance, on_cluster, tmp_path
-):
-    """Two workers save inside their epochs of 20 steps, and one goes on after the last save but one. On the way one of
-    DeepSpeed's workers is killed, and what all do after that is what torchrun's two ranks do, bit for bit. (Lesson
-    3.3 kills one of FSDP2's, so its second epoch can be short here.)
+    (FSDP2: lesson 3.3 kills a worker; all/test_fsdp2_resumes.py does the rest.)
     """
-    every, resumed_from, last = (12, 24, 26) if script == FSDP2 else (18, 36, 40)
-    options = ("--seed", 7, "--batch-size", 64, "--epochs", 2, "--max-steps", last, "--run-name", "run", *more)
-    run = Fork(0, tmp_path, *options, "--num-workers", 2, "--save-every-steps", every, script=script)
-    if script == DEEPSPEED:
-        (tmp_path / "undisturbed").mkdir()
-        undisturbed = Fork(2, tmp_path / "undisturbed", *options, *LOCAL, script=script)
-        run.wait_for_epoch(1)
-        run.ray_processes("RayTrainWorker")[-1].kill()
-        assert undisturbed.finish() == 0, undisturbed.text
+    options = ("--seed", 7, "--batch-size", 64, "--epochs", 2, "--max-steps", 40, "--run-name", "run")
+    run = Fork(0, tmp_path, *options, "--num-workers", 2, "--save-every-steps", 18, script=DEEPSPEED)
+    (tmp_path / "undisturbed").mkdir()
+    undisturbed = Fork(2, tmp_path / "undisturbed", *options, *LOCAL, script=DEEPSPEED)
+    run.wait_for_epoch(1)
+    run.ray_processes("RayTrainWorker")[-1].kill()
+    assert undisturbed.finish() == 0, undisturbed.text
     assert run.finish() == 0, run.text
-    before = run.metrics()
-    if script == DEEPSPEED:
-        assert run.text.count("continuing after step 20") == 1, run.text
-        measured = ("samples_per_second", "tokens_per_second", "peak_memory_bytes")
-        computed = [[{**line, **dict.fromkeys(measured)} for line in each.metrics()] for each in (run, undisturbed)]
-        assert computed[0] == computed[1]
-    damaged = sorted((tmp_path / "run").glob("checkpoint-*"))[-1]
-    shard = max(damaged.rglob("*"), key=lambda path: path.stat().st_size)
-    shard.write_bytes(shard.read_bytes()[:-1])
-    error = refused(0, tmp_path, *options[: -len(more) or None], *other[1:], "--resume", script=other[0])
-    assert "was not written by this training script" in error or "is of --zero-stage 2" in error
-    # With the schedule that it was started with: halved after the first epoch the last losses would be others.
-    again = Fork(0, tmp_path, *options, "--num-workers", 1, "--resume", "--lr-step-size", 1, script=script)
-    assert again.finish() == 0, again.text
-    assert (
-        "note: lr_step_size 1 is ignored: optimizer and schedule are restored; the run was started with 2" in again.text
-    )
-    assert f"skipped {damaged.name} (truncated" in again.text
-    assert f"continuing after step {resumed_from}" in again.text
-    assert again.metrics()[0]["step_losses"] == before[0]["step_losses"]
-    assert again.metrics()[1]["step_losses"] == pytest.approx(before[1]["step_losses"], rel=tolerance)
+    assert run.text.count("continuing after step 20") == 1, run.text
+    measured = ("samples_per_second", "tokens_per_second", "peak_memory_bytes")
+    computed = [[{**line, **dict.fromkeys(measured)} for line in each.metrics()] for each in (run, undisturbed)]
+    assert computed[0] == computed[1]
+
+    error = refused(0, tmp_path, *options, "--zero-stage", 1, "--resume", script=DEEPSPEED)
+    assert "is of --zero-stage 2" in error
+    assert_resumes_on_one_worker(run, tmp_path, options, after=36, tolerance=1e-4)  # in float32 another order of sums
 
 
 @pytest.fixture(scope="module")

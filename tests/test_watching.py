@@ -1,57 +1,16 @@
 """Lesson 4.3: its dashboard for Grafana, its questions to Prometheus, its two ways to read a metric, event files."""
 
 import ast
-import http.server
 import json
 import re
-import shutil
 import struct
-import subprocess
-import threading
-import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from pathlib import Path
 
 import pytest
 import ray
-import yaml
-from notebook_rules import ROOT, Notebook, definitions
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX import SummaryWriter
 from tensorboardX.proto.event_pb2 import Event
-
-from shared.rendezvous import free_port
-
-LESSON = Notebook(ROOT / "04-ray-in-production/03_watching.ipynb")
-CELLS = {cell.raw["id"]: cell for cell in LESSON.cells}
-DASHBOARD = ROOT / "04-ray-in-production/program/deployment/grafana/training.json"
-needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus is not installed")
-needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="Prometheus is not installed")
-
-
-def panels() -> list[dict]:
-    return json.loads(DASHBOARD.read_text())["panels"]
-
-
-def panel_questions() -> list[str]:
-    return [target["expr"] for panel in panels() for target in panel.get("targets", [])]
-
-
-def lesson_questions() -> list[str]:
-    (assigned,) = (node for node in CELLS["promql"].python.body if isinstance(node, ast.Assign))
-    return list(ast.literal_eval(assigned.value).values())
-
-
-def alerts() -> dict:
-    (text,) = re.findall(r"```yaml\n(.*?)```", CELLS["promql-saw"].source, flags=re.DOTALL)
-    return yaml.safe_load(text)
-
-
-def alert_questions() -> list[str]:
-    return [rule["expr"] for group in alerts()["groups"] for rule in group["rules"]]
+from watching import CELLS, DASHBOARD, alert_questions, lesson_questions, lesson_with_metrics, panel_questions, panels
 
 
 def metrics_told() -> set[str]:
@@ -111,103 +70,19 @@ def test_no_two_panels_of_the_dashboard_overlap():
         taken |= boxes
 
 
-def check_rules(rules: dict, folder: Path) -> subprocess.CompletedProcess:
-    (folder / "rules.yml").write_text(yaml.safe_dump(rules))
-    return subprocess.run(
-        ["promtool", "check", "rules", str(folder / "rules.yml")], capture_output=True, text=True, check=False
-    )
-
-
-def recorded(questions: list[str]) -> dict:
-    filled = [question.replace("$SessionName", ".*").replace("$window", "1m") for question in questions]
-    rules = [{"record": f"question:{number}", "expr": question} for number, question in enumerate(filled)]
-    return {"groups": [{"name": "questions", "rules": rules}]}
-
-
-@needs_promtool
-def test_promtool_accepts_every_question_and_alert(tmp_path):
-    questions = panel_questions() + lesson_questions()
-    assert len(questions) >= 16
-    for rules in (recorded(questions), alerts()):
-        checked = check_rules(rules, tmp_path)
-        assert checked.returncode == 0, checked.stderr
-    assert check_rules(recorded(["sum by rank (ray_training_samples_total)"]), tmp_path).returncode != 0
-
-
-# --- the two ways to read a metric -----------------------------------------------------------------------------------
-
-
-class Metrics(http.server.BaseHTTPRequestHandler):
-    """Serves `page` under /metrics, as Ray's nodes do."""
-
-    page = b""
-
-    def do_GET(self):
-        self.send_response(200 if self.path == "/metrics" else 404)
-        self.send_header("Content-Type", "text/plain; version=0.0.4")
-        self.end_headers()
-        self.wfile.write(self.page)
-
-    def log_message(self, *_):
-        pass
-
-
-def some_metrics() -> bytes:
-    registry = CollectorRegistry()
-    samples = Counter("ray_training_samples", "samples", ["rank"], registry=registry)
-    memory = Gauge("ray_training_memory_bytes", "memory", ["rank"], registry=registry)
-    for rank in ("0", "1"):
-        samples.labels(rank).inc(64 * (1 + int(rank)))
-        memory.labels(rank).set(1e9)
-    return generate_latest(registry)
+# --- the way to read a metric without Prometheus (with it: tests/all/test_prometheus.py) -----------------------------
 
 
 @pytest.fixture
 def lesson(tmp_path):
-    """The lesson's functions, with a node that serves `some_metrics`."""
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
-    Metrics.page = some_metrics()
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    discovery = tmp_path / "discovery.json"
-    discovery.write_text(json.dumps([{"labels": {"job": "ray"}, "targets": [f"127.0.0.1:{server.server_port}"]}]))
-    folder = tmp_path / "ray"
-    folder.mkdir()
-    names = {
-        "json": json, "Path": Path, "subprocess": subprocess, "urllib": urllib, "free_port": free_port,
-        "text_string_to_metric_families": text_string_to_metric_families, "discovery": discovery,
-        "ray_folder": type("Folder", (), {"name": str(folder)}), "prometheus": None, "page": None,
-    }  # fmt: skip
-    for cell in ("scrape", "prometheus", "ask"):
-        wanted = list(definitions(CELLS[cell].python).values())
-        exec(compile(ast.Module(wanted, []), cell, "exec"), names)
-    yield names
-    server.shutdown()
-    server.server_close()
+    with lesson_with_metrics(tmp_path) as names:
+        yield names
 
 
 def test_without_prometheus_a_reading_is_what_the_nodes_serve(lesson):
     assert lesson["reading"]("ray_training_samples_total") == {"0": 64.0, "1": 128.0}
     assert lesson["reading"]("ray_training_memory_bytes") == {"0": 1e9, "1": 1e9}
     assert lesson["reading"]("ray_training_nothing") == {}
-
-
-@needs_prometheus
-def test_with_prometheus_a_reading_is_the_same(lesson):
-    process, lesson["page"] = lesson["start_prometheus"](shutil.which("prometheus"))
-    lesson["prometheus"] = process
-    try:
-        deadline = time.monotonic() + 60
-        while lesson["reading"]("ray_training_samples_total") != {"0": 64.0, "1": 128.0}:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        assert lesson["reading"]("ray_training_nothing") == {}
-        for question in lesson_questions():
-            lesson["ask"](question)  # raises HTTPError for one that Prometheus refuses
-        with pytest.raises(urllib.error.HTTPError):
-            lesson["ask"]("sum by rank (ray_training_samples_total)")
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
 
 
 # --- event files -----------------------------------------------------------------------------------------------------

@@ -158,14 +158,14 @@ def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
 
 # Runs under torchrun: calls the learner's function with this rank's chunks, and records the size of each message.
 CALL_RING_ALL_REDUCE = """
-import datetime, json, runpy, sys
+import json, runpy, sys
 import torch
 import torch.distributed as dist
+from shared import distributed
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+worker = distributed.join(timeout_s=20)
 folder, path, chunks = sys.argv[1:]
-rank, world_size, sent = dist.get_rank(), dist.get_world_size(), []
+rank, world_size, sent = worker.rank, worker.world_size, []
 
 def exchange(tensor):
     if len(sent) > 20:
@@ -183,9 +183,10 @@ is_list = isinstance(answer, (list, tuple)) and all(isinstance(chunk, torch.Tens
 report = {"chunks": [chunk.tolist() for chunk in answer] if is_list else repr(answer), "sent": sent}
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump(report, file)
-dist.destroy_process_group()
+distributed.leave()
 """
 RING_FACTORS = (7, 11, 13)  # rank r starts with [factor * 10**r] * 2 as each chunk: digits tell whose share is in a sum
+RING_CHUNKS = [[[factor * 10**rank] * 2 for factor in RING_FACTORS] for rank in range(len(RING_FACTORS))]
 
 
 @exercise("1.2b", "every rank has the whole sum and has sent 2(N-1) chunks, as gloo does.")
@@ -193,8 +194,7 @@ def exercise_1_2b(script: str | Path) -> None:
     """A file with ring_all_reduce(chunks, rank, exchange) -> the chunks of the sum over all ranks."""
     refuse_stub(script)
     num_ranks = len(RING_FACTORS)
-    chunks = [[[factor * 10**rank] * 2 for factor in RING_FACTORS] for rank in range(num_ranks)]
-    reports = reports_of_ranks(CALL_RING_ALL_REDUCE, num_ranks, str(script), json.dumps(chunks))
+    reports = reports_of_ranks(CALL_RING_ALL_REDUCE, num_ranks, str(script), json.dumps(RING_CHUNKS))
     steps = 2 * (num_ranks - 1)
     for rank, report in enumerate(reports):
         seen, calls = report["chunks"], len(report["sent"])
@@ -226,33 +226,32 @@ def exercise_1_2b(script: str | Path) -> None:
 
 # Runs under torchrun: calls the learner's function with this rank's counts, case by case.
 CALL_GLOBAL_ACCURACY = """
-import datetime, json, runpy, sys
-import torch.distributed as dist
+import json, runpy, sys
+from shared import distributed
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+worker = distributed.join(timeout_s=20)
 folder, path, cases = sys.argv[1:]
 global_accuracy = runpy.run_path(path)["global_accuracy"]
-answers = [global_accuracy(*counts[dist.get_rank()]) for counts in json.loads(cases)]
-with open(f"{folder}/{dist.get_rank()}.json", "w") as file:
+answers = [global_accuracy(*counts[worker.rank]) for counts in json.loads(cases)]
+with open(f"{folder}/{worker.rank}.json", "w") as file:
     json.dump([a.item() if hasattr(a, "item") else a for a in answers], file, default=repr)
-dist.destroy_process_group()
+distributed.leave()
 """
+COUNTS_1_2C = [[[45, 50], [2, 10]], [[1, 4], [36, 36]]]  # two cases: for each rank its hits and its samples
 
 
 @exercise("1.2c", "counts are added over the ranks, and divided once.")
 def exercise_1_2c(script: str | Path) -> None:
     """A file with global_accuracy(hits, samples) -> the accuracy over the samples of all ranks, on every rank."""
     refuse_stub(script)
-    cases = [[[45, 50], [2, 10]], [[1, 4], [36, 36]]]
     try:
-        answers = reports_of_ranks(CALL_GLOBAL_ACCURACY, 2, str(script), json.dumps(cases))
+        answers = reports_of_ranks(CALL_GLOBAL_ACCURACY, 2, str(script), json.dumps(COUNTS_1_2C))
     except Wrong as error:
         if "NoneType" not in str(error):
             raise
         returns = "`all_reduce` returns nothing: it writes the sum over the tensor that you give it"
         raise Wrong(f"{returns}. The error was: {error}") from None
-    for case, ((hits0, samples0), (hits1, samples1)) in enumerate(cases):
+    for case, ((hits0, samples0), (hits1, samples1)) in enumerate(COUNTS_1_2C):
         counts = f"where rank 0 has {hits0} of {samples0} right and rank 1 {hits1} of {samples1}"
         mean = (hits0 / samples0 + hits1 / samples1) / 2
         for rank in range(2):
@@ -298,7 +297,7 @@ def exercise_1_3a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"for run {run} you say {seen[run]!r}. Then {SYMPTOMS[seen[run]]}. Is that so in run {run}?")
 
 
-# Runs under torchrun: takes two steps with each learner's file, and writes what it saw to FOLDER/rank-R.json.
+# Runs under torchrun: takes two steps with the learner's file, and writes what it saw to FOLDER/RANK.json.
 WATCH_MY_DDP = """
 import json, runpy, sys
 import torch, torch.distributed as dist, torch.nn.functional as F
@@ -362,17 +361,11 @@ def watch(path):
     dist.all_reduce = really_all_reduce
     return steps
 
-folder, *paths = sys.argv[1:]
+folder, path = sys.argv[1:]
 with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump([watch(path) for path in paths], file)
+    json.dump(watch(path), file)
 distributed.leave()
 """
-
-
-def watch_my_ddp(*scripts: str | Path) -> list[list]:
-    """Let two ranks take two steps with each script. Return for each script what each rank saw."""
-    by_rank = reports_of_ranks(WATCH_MY_DDP, 2, *map(str, scripts))
-    return [list(seen) for seen in zip(*by_rank, strict=True)]
 
 
 def judge_my_ddp(seen: list[list[dict]]) -> None:
@@ -417,8 +410,7 @@ def judge_my_ddp(seen: list[list[dict]]) -> None:
 def exercise_1_3b(script: str | Path) -> None:
     """A file with attach(model) -> pending, and finish(pending), which leaves the ranks' mean in each `.grad`."""
     refuse_stub(script)
-    (seen,) = watch_my_ddp(script)
-    judge_my_ddp(seen)
+    judge_my_ddp(reports_of_ranks(WATCH_MY_DDP, 2, str(script)))
 
 
 @exercise("1.3c", "a new order each epoch, and one accuracy that all ranks agree on.")

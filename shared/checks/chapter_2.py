@@ -22,6 +22,7 @@ from shared.checks.machinery import (
     reports_of_ranks,
     run_command,
     run_script,
+    run_scripts,
 )
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
@@ -302,16 +303,14 @@ def exercise_2_3a(diagnose: Callable[[], dict[str, str]]) -> None:
 
 # Runs under torchrun: calls the learner's train_epoch with this rank's stream, and writes how it ended.
 CALL_TRAIN_EPOCH = """
-import datetime, json, runpy, sys
+import json, runpy, sys
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from shared import distributed
 from shared.checks import chapter_2
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=20))
-dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
+rank, steps = distributed.join(timeout_s=20).rank, []
 folder, path, sizes, broken_rank = sys.argv[1:]
-rank, steps = dist.get_rank(), []
 
 def stream():
     yield from chapter_2.rank_batches(rank, json.loads(sizes)[rank])
@@ -332,7 +331,7 @@ except RuntimeError as error:  # of a collective that the other rank has not joi
 report = {"ending": ending, "steps": len(steps), "weights": model.weight.flatten().tolist()}
 with open(f"{folder}/{rank}.json", "w") as file:
     json.dump(report, file)
-dist.destroy_process_group()
+distributed.leave()
 """
 
 
@@ -363,12 +362,22 @@ def train_on_one_process(sizes: list[list[int]]) -> list[float]:
     return model.weight.flatten().tolist()
 
 
-def run_train_epoch(script: str | Path, sizes: list[list[int]], broken_rank: int) -> list[dict]:
-    """Call train_epoch on two ranks with streams of these batches. Return each rank's ending, steps and weights.
+def run_train_epoch(script: str | Path, *calls: tuple[list[list[int]], int]) -> list[list[dict]]:
+    """Call train_epoch several times on two ranks. Return, for each call, each rank's ending, steps and weights.
 
-    broken_rank: the rank whose stream raises ValueError after its last batch; -1 for none.
+    calls: how many rows the batches of each rank have, and the rank whose stream raises ValueError after its last
+    batch, or -1 for none. Raises NotImplementedError and Wrong as run_script does.
     """
-    return reports_of_ranks(CALL_TRAIN_EPOCH, 2, str(script), json.dumps(sizes), str(broken_rank))
+    with tempfile.TemporaryDirectory() as folder:
+        program, folders = Path(folder, "program.py"), [Path(folder, str(number)) for number in range(len(calls))]
+        program.write_text(CALL_TRAIN_EPOCH)
+        commands = []
+        for each, (sizes, broken_rank) in zip(folders, calls, strict=True):
+            each.mkdir()
+            commands.append([program, each, script, json.dumps(sizes), broken_rank])
+        for ended in run_scripts(commands, 2, timeout=240):
+            expect_success(ended.exit_code, ended.errors)
+        return [[json.loads((each / f"{rank}.json").read_text()) for rank in range(2)] for each in folders]
 
 
 @exercise("2.3b", "every rank learns of the error before any rank leaves.")
@@ -376,8 +385,8 @@ def exercise_2_3b(script: str | Path) -> None:
     """A file with train_epoch(ddp_model, stream, optimizer), which ends equally on all ranks."""
     refuse_stub(script)
     sizes = [[32], [32, 32, 7]]
-    reports = run_train_epoch(script, sizes, broken_rank=-1)
-    for rank, report in enumerate(reports):
+    whole, broken = run_train_epoch(script, (sizes, -1), ([[32, 32, 32, 32], [32, 32]], 1))
+    for rank, report in enumerate(whole):
         where = "the streams have 1 and 3 batches, and every image can be read, but on"
         if report["ending"] != "returns":
             hint = "Does every rank call every collective in every step?"
@@ -387,8 +396,7 @@ def exercise_2_3b(script: str | Path) -> None:
         if not all(map(math.isclose, report["weights"], train_on_one_process(sizes))):
             hint = "Keep the loss: its sum over this rank's rows, divided by the rows of all ranks."
             raise Wrong(f"{where} rank {rank} the weights are not those of one process. {hint}")
-    reports = run_train_epoch(script, [[32, 32, 32, 32], [32, 32]], broken_rank=1)
-    endings = [report["ending"] for report in reports]
+    endings = [report["ending"] for report in broken]
     if endings[0] == endings[1] == "returns":
         raise Wrong("rank 1 cannot read an image, and both ranks return as if the epoch were complete")
     for rank, ending in enumerate(endings):
@@ -396,8 +404,8 @@ def exercise_2_3b(script: str | Path) -> None:
             raise Wrong(f"rank 1 cannot read an image, and on rank {rank} train_epoch ends with {ending[:200]}")
         if ending == "returns":
             raise Wrong(f"rank 1 cannot read an image, and rank {rank} returns. How could it know of the error?")
-    steps = [report["steps"] for report in reports]
-    if steps[0] != steps[1] or not all(map(math.isclose, *(report["weights"] for report in reports))):
+    steps = [report["steps"] for report in broken]
+    if steps[0] != steps[1] or not all(map(math.isclose, *(report["weights"] for report in broken))):
         raise Wrong(f"both ranks raise, but they have taken {steps[0]} and {steps[1]} steps: their weights differ")
 
 

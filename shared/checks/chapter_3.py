@@ -8,15 +8,8 @@ from pathlib import Path
 
 import torch
 
-from shared.checks.machinery import (
-    Wrong,
-    exercise,
-    expect_answers,
-    expect_close,
-    refuse_stub,
-    reports_of_ranks,
-    run_script,
-)
+from shared.checks import machinery
+from shared.checks.machinery import Wrong, exercise, expect_answers, expect_close, refuse_stub, reports_of_ranks
 
 # --- Lesson 3.1: where memory goes -----------------------------------------------------------------------------------
 
@@ -411,7 +404,7 @@ from pathlib import Path
 import torch.distributed as dist
 from shared import distributed
 
-script, results = sys.argv[1], Path(sys.argv[2])
+results, script = Path(sys.argv[1]), sys.argv[2]
 worker = distributed.join(timeout_s=30)
 meet = distributed.wait_for_all
 rank, report, events = worker.rank, {}, {}
@@ -499,7 +492,7 @@ def exercise_3_3b(script: str | Path) -> None:
         caller.write_text(SAVE_TOGETHER)
         failed = None
         try:
-            run_script(caller, 3, str(script), folder)
+            machinery.run_script(caller, 3, folder, str(script))
         except Wrong as error:
             failed = error
         paths = [Path(folder) / f"{rank}.json" for rank in range(3)]
@@ -593,7 +586,7 @@ def exercise_3_4a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"for run {run} you say {mistake!r}. {signs[mistake]}")
 
 
-# Every rank trains four steps with each port under stage 3, and writes what it saw to FOLDER/rank-R.json.
+# Every rank trains four steps with the port under stage 3, and writes what it saw to FOLDER/RANK.json.
 WATCH_PORT = """
 import importlib.util, json, logging, os, sys
 os.environ["DS_ACCELERATOR"] = "cpu"
@@ -655,18 +648,12 @@ def watch(path):
     engine.destroy()
     return {"wrong": wrong, "parameters": len(named), "steps": steps}
 
-folder, *paths = sys.argv[1:]
-report = {"clipped": train_plainly(0.5), "unclipped": train_plainly(float("inf"))}
+folder, script = sys.argv[1:]
+report = {"clipped": train_plainly(0.5), "unclipped": train_plainly(float("inf")), **watch(script)}
 with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump([{**report, **watch(path)} for path in paths], file)
+    json.dump(report, file)
 distributed.leave()
 """
-
-
-def watch_ports(*scripts: str | Path) -> list[list[dict]]:
-    """Let two ranks train with each port. Return for each port what each rank saw."""
-    by_rank = reports_of_ranks(WATCH_PORT, 2, *map(str, scripts))
-    return [list(seen) for seen in zip(*by_rank, strict=True)]
 
 
 def judge_port(seen: list[dict]) -> None:
@@ -713,8 +700,7 @@ def judge_port(seen: list[dict]) -> None:
 def exercise_3_4b(script: str | Path) -> None:
     """A file with build_engine(config, settings) and train_step(engine, parts, loss_of)."""
     refuse_stub(script)
-    (seen,) = watch_ports(script)
-    judge_port(seen)
+    judge_port(reports_of_ranks(WATCH_PORT, 2, str(script)))
 
 
 # --- Lesson 3.5: choosing --------------------------------------------------------------------------------------------

@@ -9,10 +9,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+
+from shared.rendezvous import free_port
 
 ABORTED = "terminate called without an active exception"  # see shared.distributed.leave
 
@@ -79,6 +82,48 @@ def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 240) -
         return [log.read_text() for log in sorted(Path(logs).glob("*/attempt_0/*/stdout.log"))]
 
 
+@dataclass(frozen=True)
+class Ended:
+    """How a script of several ranks ended: what each rank printed, the first exit code but 0, and all ranks' errors."""
+
+    printed: list[str]
+    exit_code: int
+    errors: str
+
+
+def run_scripts(
+    commands: Sequence[Sequence[str | Path]], nproc: int, modules: Sequence[str] = (), *, own_stores: bool = False,
+    cwd: str | Path | None = None, timeout: float = 900, **variables: str,
+) -> list[Ended]:  # fmt: skip
+    """Run several scripts with `nproc` ranks, one after the other, in a single launch of torchrun on CPUs.
+
+    Each script runs in forks of ranks that have imported torch and `modules`, so only the first one waits for imports.
+    commands: for each script its path and arguments. Scripts share torchrun's store, in which `distributed.join` gives
+    each start its own name. own_stores: give each script its own store, which a bare `init_process_group` and Ray's
+    local mode need. variables: of the environment, in addition. Raises Wrong for a hang of `timeout` seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder, f"{number:03}") for number in range(len(commands))]
+        for each, command in zip(folders, commands, strict=True):
+            each.mkdir()
+            words, port = [str(word) for word in command], free_port() if own_stores else None
+            (each / "command.json").write_text(json.dumps({"words": words, "port": port}))
+        launcher = Path(__file__).with_name("many_scripts.py")
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), launcher]
+        exit_code, errors = run_command([*map(str, words), folder, *modules], timeout, cwd, **variables)
+        if exit_code:
+            raise RuntimeError(f"the launch of {len(commands)} scripts failed: {errors}")
+
+        def read(each: Path, name: str) -> list[str]:
+            return [(each / f"{rank}.{name}").read_text() for rank in range(nproc)]
+
+        codes = [[int(code) for code in read(each, "code")] for each in folders]
+        return [
+            Ended(read(each, "out"), next(filter(None, code), 0), "".join(read(each, "err")))
+            for each, code in zip(folders, codes, strict=True)
+        ]
+
+
 EVERY_COLLECTIVE = "Did every rank call every collective, as often as the others? Is there one inside an `if`?"
 
 
@@ -117,14 +162,16 @@ def expect_answers(seen: object, names: str, answers: Iterable[str]) -> None:
             raise Wrong(f"for {name} you say {seen[name]!r}, which is not one of {choices}")
 
 
-def run_command(words: list[str], timeout: float = 240, **variables: str) -> tuple[int, str]:
+def run_command(
+    words: list[str], timeout: float = 240, cwd: str | Path | None = None, **variables: str
+) -> tuple[int, str]:
     """Run Python with `words` on CPUs, and return its exit code and what it wrote to stderr. Raises Wrong for a hang.
 
-    variables: of the environment, in addition.
+    cwd: the folder to run it in. variables: of the environment, in addition.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
     process = subprocess.Popen(
-        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        [sys.executable, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment, cwd=cwd
     )
     try:
         errors = process.communicate(timeout=timeout)[1]

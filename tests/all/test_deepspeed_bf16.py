@@ -1,0 +1,29 @@
+"""train_ray_deepspeed.py in bf16, with accumulation, on a text of one's own."""
+
+import json
+
+import pytest
+from runs import ROOT, train
+
+from shared import measure, models
+
+DEEPSPEED = ROOT / "03-fsdp-deepspeed/train_ray_deepspeed.py"
+NUM_PARAMETERS = sum(parameter.numel() for parameter in models.GPT(models.GPT_PRESETS["nano"]).parameters())
+OPTIONS = ("--num-workers", 0, "--seed", 7, "--batch-size", 8, "--max-steps", 20, "--epochs", 1)
+
+pytestmark = pytest.mark.usefixtures("no_ray")
+
+
+def test_bf16_and_accumulation_on_a_text_of_ones_own(tmp_path):
+    """Mixed precision halves what ZeRO-1 keeps of the weights; two accumulation steps make one optimizer step."""
+    settings = json.loads((ROOT / "03-fsdp-deepspeed/ds_config.json").read_text())
+    settings |= {"bf16": {"enabled": True}, "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 2}
+    settings |= {"zero_optimization": settings["zero_optimization"] | {"stage": 1}}
+    del settings["gradient_accumulation_steps"]  # a batch of 8 on 2 ranks, in parts of 2
+    (tmp_path / "accumulate.json").write_text(json.dumps(settings))
+    (tmp_path / "text.txt").write_text("A text of one's own. " * 1000)
+    options = (*OPTIONS, "--text-file", "text.txt")
+    (line,) = train(2, tmp_path, *options, "--ds-config", "accumulate.json", script=DEEPSPEED)
+    assert line["step_losses"][-1] < line["step_losses"][0] - 1
+    predicted = measure.predicted_state_bytes("zero-1", "bf16", NUM_PARAMETERS, 2)
+    assert line["state_bytes_per_rank"] == pytest.approx(predicted, rel=0.02)

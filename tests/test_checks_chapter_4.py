@@ -1,0 +1,493 @@
+"""The checks of chapter 4's exercises accept right answers, and reject the stub and plausible mistakes with help."""
+
+import math
+import os
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from answers import judge, stub
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+from shared import checks
+
+# --- 4.1: failures ----------------------------------------------------------------------------------------------------
+
+
+def goes_on_after(saves, crash):
+    newest, free_at = 0, 0.0
+    for step, reported_at, upload_s in saves:
+        free_at = max(free_at, reported_at) + upload_s
+        if free_at <= crash:
+            newest = step
+    return newest
+
+
+def without_a_queue(saves, crash):
+    return max([step for step, reported_at, upload_s in saves if reported_at + upload_s <= crash], default=0)
+
+
+def never_idle(saves, crash):
+    newest, free_at = 0, 0.0
+    for step, reported_at, upload_s in saves:
+        free_at = (free_at or reported_at) + upload_s
+        if free_at <= crash:
+            newest = step
+    return newest
+
+
+test_4_1a = judge(checks.exercise_4_1a, [goes_on_after], [
+    (stub, "not done yet"),
+    (lambda saves, crash: max([s[0] for s in saves if s[1] <= crash], default=0), "done at 6.5, after the crash"),
+    (without_a_queue, "the upload of 20 waits for that of 10"),
+    (never_idle, "done at 6.5, after the crash"),
+    (lambda saves, crash: goes_on_after(saves, crash - 1e-9), "in the moment of the crash"),
+    (lambda saves, crash: goes_on_after(saves, crash) or None, "returns None"),
+    (lambda saves, crash: min(goes_on_after(saves, crash), 10), "both have arrived"),
+])  # fmt: skip
+
+
+def ask_every(notice_s, poll_s, step_s, save_s):
+    return max(0, math.floor((notice_s - poll_s - save_s) / step_s))
+
+
+test_4_1b = judge(checks.exercise_4_1b, [ask_every], [
+    (stub, "not done yet"),
+    (lambda notice, poll, step, save: max(0, (notice - save) // step), "looks only that often"),
+    (lambda notice, poll, step, save: max(0, (notice - poll) // step), "Saving takes 15 s"),
+    (lambda notice, poll, step, save: max(0, math.ceil((notice - poll - save) / step)), "round down"),
+    (lambda notice, poll, step, save: max(0, (notice - poll - save) / step), "whole steps"),
+    (lambda notice, poll, step, save: max(1, ask_every(notice, poll, step, save)), "not even one step"),
+    (lambda notice, poll, step, save: math.floor((notice - poll - save) / step), "not even one step"),
+    (lambda notice, poll, step, save: max(0, math.ceil((notice - poll - save) / step) - 1), "exactly in time counts"),
+    (lambda *given: None, "a number of steps"),
+])  # fmt: skip
+
+
+def cheapest(offers, work_h, deadline_h, late=False, restarts=True, hour=3600, best=min):
+    bills = {}
+    for name, (price, mtbf_h, save_s, restart_s) in offers.items():
+        mtbf_s = hour * mtbf_h
+        interval = math.sqrt(2 * save_s * mtbf_s)
+        times = mtbf_s / interval * math.expm1((interval + save_s) / mtbf_s)
+        times *= math.exp(restart_s / mtbf_s) if restarts else 1
+        if late or work_h * times <= deadline_h:
+            bills[name] = price * work_h * times
+    return best(bills, key=bills.get, default=None)
+
+
+test_4_1c = judge(checks.exercise_4_1c, [cheapest], [
+    (stub, "not done yet"),
+    (lambda offers, *hours: min(offers, key=offers.get), "costs less an hour, and takes more hours"),
+    (lambda *given: cheapest(*given, late=True), "failures, restarts and saving count"),
+    (lambda *given: cheapest(*given, restarts=False), "its restarts among them"),
+    (lambda *given: math.exp(300 * 3600), "hours and seconds together"),
+    (lambda *given: cheapest(*given, hour=60), "expected 'spot', you say 'full price'"),
+    (lambda *given: cheapest(*given, best=max), "expected 'spot', you say 'full price'"),
+    (lambda *given: 114.4, "the name of an offer"),
+])  # fmt: skip
+
+
+# --- 4.2: tuning ------------------------------------------------------------------------------------------------------
+
+
+def most_trials(cpus: float, per_trial: float, workers: int) -> int:
+    if per_trial + workers > cpus:
+        raise ValueError("too few CPUs")
+    return int((cpus - workers) // per_trial)
+
+
+def without_error(cpus, per_trial, workers):
+    return int((cpus - workers) // per_trial)
+
+
+test_4_2a = judge(checks.exercise_4_2a, [most_trials, lambda *given: float(most_trials(*given))], [
+    (stub, "not done yet"),
+    (lambda cpus, per_trial, workers: int(cpus // per_trial), "a deadlock"),
+    (lambda cpus, per_trial, workers: int(cpus // (per_trial + workers)), "It is enough if one can"),
+    (lambda cpus, per_trial, workers: (cpus - workers) / per_trial, "round down"),
+    (lambda cpus, per_trial, workers: math.ceil((cpus - workers) / per_trial), "a deadlock"),
+    (lambda cpus, per_trial, workers: int((cpus - workers) // per_trial) - 1, "With 4 trials 8 of 8 CPUs"),
+    (without_error, "raise a ValueError"),
+    (lambda *given: None, "should be a number of trials"),
+])  # fmt: skip
+
+
+def schedule(rates: list, exploits: list, trial: int, step: int = 1) -> list:
+    found = []
+    for epoch in range(len(rates[trial]), 0, -1):
+        found.insert(0, rates[trial][epoch - 1])
+        for after, receiver, donor in exploits:
+            if (after, receiver) == (epoch - step, trial):
+                trial = donor
+                break
+    return found
+
+
+def one_after_the_other(rates, exploits, trial):
+    """As if of two exploits after the same epoch the first were done before the second."""
+    found = []
+    for epoch in range(len(rates[trial]), 0, -1):
+        found.insert(0, rates[trial][epoch - 1])
+        for after, receiver, donor in exploits:
+            if (after, receiver) == (epoch - 1, trial):
+                trial = donor
+    return found
+
+
+def only_the_last(rates, exploits, trial):
+    mine = [each for each in sorted(exploits) if each[1] == trial]
+    return rates[trial] if not mine else rates[mine[-1][2]][: mine[-1][0]] + rates[trial][mine[-1][0] :]
+
+
+def forwards(rates, exploits, trial):
+    found = list(rates[trial])
+    for epoch, receiver, donor in exploits:
+        if receiver == trial:
+            found[:epoch] = rates[donor][:epoch]
+    return found
+
+
+test_4_2b = judge(checks.exercise_4_2b, [schedule, lambda *given: tuple(schedule(*given))], [
+    (stub, "not done yet"),
+    (lambda rates, exploits, trial: rates[trial], "the rates of the trial, and not of its weights"),
+    (lambda *given: schedule(*given, step=0), "after epoch 2 trial 0 got the weights of trial 1"),
+    (only_the_last, "which had got them from trial 1"),
+    (forwards, "which had got them from trial 1"),
+    (one_after_the_other, "what trial 1 had before it received"),
+    (lambda *given: schedule(*given)[::-1], "The first epoch comes first"),
+    (lambda *given: schedule(*given)[1:], "a rate for each of 4 epochs"),
+    (lambda *given: None, "a list with a rate for each epoch"),
+])  # fmt: skip
+
+
+def halving_epochs(trials: int, grace: int, factor: int, longest: int, anew: bool = False, cut: bool = True) -> int:
+    total, reached, rung = 0, 0, min(grace, longest)
+    while True:
+        total += trials * (rung if anew else rung - reached)
+        if rung >= longest:
+            return total
+        trials, reached, rung = max(1, trials // factor), rung, rung * factor
+        rung = min(rung, longest) if cut else rung
+
+
+def to_none(trials, grace, factor, longest):
+    total, reached, rung = 0, 0, min(grace, longest)
+    while trials and reached < longest:
+        total += trials * (rung - reached)
+        trials, reached, rung = trials // factor, rung, min(rung * factor, longest)
+    return total
+
+
+test_4_2c = judge(checks.exercise_4_2c, [halving_epochs], [
+    (stub, "not done yet"),
+    (lambda *given: halving_epochs(*given, anew=True), "does not begin anew"),
+    (lambda trials, grace, factor, longest: trials * longest, "4 go on from epoch 1 to 2, 2 go on from epoch 2 to 4"),
+    (lambda *given: halving_epochs(*given, cut=False), "1 goes on from epoch 4 to 10"),
+    (to_none, "1 goes on from epoch 4 to 16"),
+    (lambda *given: None, "should be a number of epochs"),
+])  # fmt: skip
+
+
+# --- 4.3: watching a run ----------------------------------------------------------------------------------------------
+
+
+def own_work(lines: list[dict], middle=statistics.median) -> dict:
+    works = {}
+    for line in lines:
+        works.setdefault(line["rank"], []).append(line["step_s"] - line["wait_s"])
+    return {rank: middle(work) for rank, work in works.items()}
+
+
+def straggler(lines, factor=1.3, middle=statistics.median, among_all=False):
+    own = own_work(lines, middle)
+    slowest = max(own, key=own.get)
+    others = [work for rank, work in own.items() if among_all or rank != slowest]
+    return slowest if own[slowest] > factor * statistics.median(others) else None
+
+
+def waits_longest(lines, factor=1.3):
+    waits = {rank: sum(line["wait_s"] for line in lines if line["rank"] == rank) for rank in own_work(lines)}
+    return max(waits, key=waits.get)
+
+
+def longest_step(lines, factor=1.3):
+    steps = {rank: sum(line["step_s"] for line in lines if line["rank"] == rank) for rank in own_work(lines)}
+    return max(steps, key=steps.get)
+
+
+def at_least(lines, factor=1.3):
+    own = own_work(lines)
+    slowest = max(own, key=own.get)
+    others = statistics.median(work for rank, work in own.items() if rank != slowest)
+    return slowest if own[slowest] >= factor * others - 1e-9 else None
+
+
+test_4_3a = judge(checks.exercise_4_3a, [straggler], [
+    (stub, "not done yet"),
+    (waits_longest, "it waits for the slow one"),
+    (longest_step, "its own work is 0.4 s a step"),
+    (lambda lines, factor=1.3: max(own_work(lines), key=own_work(lines).get), "nobody is a straggler"),
+    (lambda lines, factor=1.3: min(lines, key=lambda line: line["wait_s"])["rank"], "Somebody always waits least"),
+    (lambda *given: straggler(*given, middle=statistics.mean), "a median does not mind"),
+    (lambda lines, factor=1.3: straggler(lines, factor, among_all=True), "of two ranks the other one is the measure"),
+    (lambda lines, factor=1.3: straggler(lines), "mind `factor`"),
+    (at_least, "exactly `factor` times as much is not more"),
+    (lambda lines, factor=1.3: {"rank": 1}, "Return a rank, or None"),
+])  # fmt: skip
+
+
+def joined(pieces: list) -> list:
+    found = []
+    for start, end in sorted(pieces):
+        if found and start <= found[-1][1]:
+            found[-1][1] = max(found[-1][1], end)
+        else:
+            found.append([start, end])
+    return found
+
+
+def overlaps(computing, sending, least=0.0) -> float:
+    return sum(max(least, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in sending)
+
+
+def joined_to_the_newest(pieces: list) -> list:
+    found = []
+    for start, end in sorted(pieces):
+        if found and start <= found[-1][1]:
+            found[-1][1] = end
+        else:
+            found.append([start, end])
+    return found
+
+
+def all_sent_where_computing_is_long(computing, sending):
+    return sum(end - start for start, end in joined(sending)) if computing[0][1] > 2 else 0
+
+
+test_4_3b = judge(checks.exercise_4_3b, [lambda *both: overlaps(*map(joined, both))], [
+    (stub, "not done yet"),
+    (overlaps, "1 to 3 lies in both pieces"),
+    (lambda *both: overlaps(*map(joined, both), least=-1e9), "nothing is less than nothing"),
+    (lambda computing, sending: overlaps(joined(computing), sending), "count that once"),
+    (lambda *both: overlaps(*map(joined_to_the_newest, both)), "pieces lie inside the first one"),
+    (lambda *both: min(sum(end - start for start, end in joined(pieces)) for pieces in both), "they never meet"),
+    (all_sent_where_computing_is_long, "only from 1.5 to 2"),
+    (lambda *both: None, "should be a number"),
+])  # fmt: skip
+
+
+def rate(readings, after_restart=lambda before, value: value):
+    if len(readings) < 2:
+        return None
+    values = [value for _, value in readings]
+    grown = sum(value - old if value >= old else after_restart(old, value) for old, value in pairwise(values))
+    return grown / (readings[-1][0] - readings[0][0])
+
+
+def first_to_last(readings):
+    return (readings[-1][1] - readings[0][1]) / (readings[-1][0] - readings[0][0])
+
+
+def every_ten_seconds(readings):
+    return rate([(10 * number, value) for number, (_, value) in enumerate(readings)])
+
+
+test_4_3c = judge(checks.exercise_4_3c, [rate], [
+    (stub, "not done yet"),
+    (first_to_last, "then a restart and 30 more"),
+    (lambda readings: rate(readings, lambda before, value: 0), "then a restart and 30 more"),
+    (lambda readings: rate(readings, lambda before, value: before - value), "then a restart and 30 more"),
+    (every_ten_seconds, "the times between the readings differ"),
+    (lambda readings: rate(readings) or 0.0, "one reading says nothing"),
+    (lambda readings: None, "yours returns None"),
+])  # fmt: skip
+
+
+# --- 4.4: communication and input -------------------------------------------------------------------------------------
+
+
+def over_the_wire(places, size):
+    world, nodes = len(places), len(set(places))
+    leaving = [places[rank] for rank in range(world) if places[(rank + 1) % world] != places[rank]]
+    busiest = max((leaving.count(node) for node in places), default=0)
+    return busiest * 2 * (world - 1) / world * size, 2 * (nodes - 1) / nodes * size
+
+
+def all_nodes(places, size):
+    world = len(places)
+    leaving = sum(places[rank] != places[rank - 1] for rank in range(world))
+    return leaving * 2 * (world - 1) / world * size, over_the_wire(places, size)[1]
+
+
+def one_rank(places, size):
+    return 2 * (len(places) - 1) / len(places) * size, over_the_wire(places, size)[1]
+
+
+def not_round(places, size):
+    world = len(places)
+    leaving = [places[rank] for rank in range(world - 1) if places[rank + 1] != places[rank]]
+    busiest = max((leaving.count(node) for node in places), default=0)
+    return busiest * one_rank(places, size)[0], over_the_wire(places, size)[1]
+
+
+test_4_4a = judge(checks.exercise_4_4a, [over_the_wire], [
+    (stub, "not done yet"),
+    (all_nodes, "that of all nodes together"),
+    (one_rank, "what one rank sends"),
+    (lambda places, size: (over_the_wire(places, size)[0], size / 2), "The flat ring is right"),
+    (not_round, "the last rank sends to the first"),
+    (lambda places, size: over_the_wire(sorted(places), size), "every rank's successor is on the other node"),
+    (lambda places, size: tuple(max(1, value) for value in over_the_wire(places, size)), "nothing leaves it"),
+    (lambda places, size: over_the_wire(places, size) if max(places) != 7 else (0, 0), "nodes may have any numbers"),
+    (lambda places, size: size, "two numbers"),
+])  # fmt: skip
+
+
+def powersgd_bytes(shapes, rank, min_rate=2, always=False, number=4, least=min, strictly=True):
+    total = 0
+    for shape in shapes:
+        n, m = shape[0], math.prod(shape[1:])
+        sent = least(n, m, rank) * (n + m)
+        worth_it = sent * min_rate < n * m if strictly else sent * min_rate <= n * m
+        total += sent if len(shape) > 1 and (always or worth_it) else n * m
+    return number * total
+
+
+@pytest.mark.parametrize("shape", [(768, 64), (64, 3, 3, 3), (10, 20), (6, 12), (2, 500), (128, 64, 3, 3)])
+@pytest.mark.parametrize(("rank", "min_rate"), [(1, 2), (4, 2), (4, 1), (2, 0.9)])
+def test_4_4b_asks_for_what_the_hook_does(shape, rank, min_rate):
+    n, m = shape[0], math.prod(shape[1:])
+    compressed, before, after = powerSGD_hook._should_compress(n, m, min(n, m, rank), min_rate)
+    assert powersgd_bytes([shape], rank, min_rate) == 4 * (after if compressed else before)
+
+
+test_4_4b = judge(checks.exercise_4_4b, [powersgd_bytes], [
+    (stub, "not done yet"),
+    (lambda *given: powersgd_bytes(*given, always=True), "not worth it"),
+    (lambda *given: powersgd_bytes(*given, number=1), "each has 4 bytes"),
+    (lambda *given: powersgd_bytes(*given, least=lambda n, m, rank: rank), "r is min(2, 500, 4)"),
+    (lambda *given: powersgd_bytes(*given, strictly=False), "not below 72"),
+    (lambda shapes, *given: powersgd_bytes([shape[:2] for shape in shapes], *given), "a matrix of 64 x 27"),
+    (lambda shapes, rank, min_rate=1: powersgd_bytes(shapes, rank, min_rate), "the minimum rate is 2"),
+    (lambda *given: None, "a number of bytes"),
+])  # fmt: skip
+
+
+def pays_below(before, after, extra_s, ranks, bits=8, mega=1e6, ring=True):
+    saved = (2 * (ranks - 1) / ranks if ring else 1) * (before - after)
+    if saved <= 0:
+        return 0
+    return math.inf if extra_s <= 0 else bits * saved / extra_s / mega
+
+
+test_4_4c = judge(checks.exercise_4_4c, [pays_below], [
+    (stub, "not done yet"),
+    (lambda *given: pays_below(*given, bits=1), "A byte has 8 bits"),
+    (lambda *given: pays_below(*given, mega=1), "a million bits"),
+    (lambda *given: pays_below(*given, ring=False), "With 4 ranks a ring sends 1.5 times"),
+    (lambda before, after, extra_s, ranks: 16e-6 * (ranks - 1) / ranks * (before - after) / extra_s, "divides by zero"),
+    (lambda *given: pays_below(*given) if given[2] > 0 else 0, "pays at any bandwidth"),
+    (lambda *given: pays_below(*given) or math.inf, "it never pays: 0"),
+    (lambda *given: pays_below(*given) if given[3] > 1 else 1, "nothing to save"),
+    (lambda *given: None, "a number of Mbit/s"),
+])  # fmt: skip
+
+
+# --- 4.5: onto a cluster ----------------------------------------------------------------------------------------------
+
+
+def on_one(node, worker):
+    return int(min(node.get(name, 0) // amount for name, amount in worker.items()))
+
+
+def workers_on(nodes, worker):
+    return sum(on_one(node, worker) for node in nodes)
+
+
+def room(nodes, worker):
+    workers = workers_on(nodes, worker)
+    return workers, sum(node.get("CPU", 0) for node in nodes) - workers * worker.get("CPU", 0)
+
+
+def added_up(nodes, worker):
+    total = {name: sum(node.get(name, 0) for node in nodes) for node in nodes for name in node}
+    workers = on_one(total, worker)
+    return workers, total["CPU"] - workers * worker.get("CPU", 0)
+
+
+def by_cpus_alone(nodes, worker):
+    return room(nodes, {"CPU": worker.get("CPU", 1)})
+
+
+def with_brackets(nodes, worker):
+    return sum(min(node[name] // worker[name] for name in worker) for node in nodes), 12
+
+
+test_4_5a = judge(checks.exercise_4_5a, [room], [
+    (stub, "not done yet"),
+    (added_up, "a worker lies on one node"),
+    (by_cpus_alone, "one GPU on each of two nodes"),
+    (with_brackets, "`.get` says 0"),
+    (lambda nodes, worker: (workers_on(nodes, worker), 16), "The workers are right; they hold 4 CPUs"),
+    (workers_on, "should be (workers, cpus_left)"),
+])  # fmt: skip
+
+
+def nodes_for(workers, worker, node, minimum, maximum):
+    if not on_one(node, worker) or workers > maximum * on_one(node, worker):
+        raise ValueError("they never start")
+    return max(minimum, math.ceil(workers / on_one(node, worker)))
+
+
+def divides_by_zero(workers, worker, node, minimum, maximum):
+    needed = math.ceil(workers / on_one(node, worker))
+    if needed > maximum:
+        raise ValueError("too many")
+    return max(minimum, needed)
+
+
+def waits_for_ever(workers, worker, node, minimum, maximum):
+    return max(minimum, math.ceil(workers / max(1, on_one(node, worker))))
+
+
+def without_minimum(workers, worker, node, minimum, maximum):
+    return nodes_for(workers, worker, node, 0, maximum)
+
+
+def rounded_down(workers, worker, node, minimum, maximum):
+    return max(minimum, workers // on_one(node, worker))
+
+
+def too_strict(workers, worker, node, minimum, maximum):
+    if workers >= maximum * on_one(node, worker):
+        raise ValueError("full")
+    return nodes_for(workers, worker, node, minimum, maximum)
+
+
+test_4_5b = judge(checks.exercise_4_5b, [nodes_for], [
+    (stub, "not done yet"),
+    (divides_by_zero, "raise a ValueError that says so"),
+    (waits_for_ever, "this waits for ever"),
+    (without_minimum, "never fewer than 3"),
+    (rounded_down, "2 of these workers go on one node, so 5 need 3"),
+    (too_strict, "the workers do fit"),
+])  # fmt: skip
+
+
+def survives(path, mounts):
+    inside = any(Path(os.path.normpath(path)).is_relative_to(mount) for mount in mounts)
+    return inside or path.startswith(("s3://", "gs://"))
+
+
+test_4_5c = judge(checks.exercise_4_5c, [survives], [
+    (stub, "not done yet"),
+    (lambda path, mounts: path.startswith(tuple(mounts)), "a bucket belongs to no node"),
+    (lambda path, mounts: path.startswith((*mounts, "s3:", "gs:")), "it begins with the letters"),
+    (lambda path, mounts: "3:" in path or "gs:" in path or any(
+        Path(path).is_relative_to(mount) for mount in mounts), "it is /mnt/private"),
+    (lambda path, mounts: "://" in path or survives(path, mounts), "of the node's own disk"),
+    (lambda path, mounts: path.startswith("/") or survives(path, mounts), "it is the node's own disk"),
+    (lambda path, mounts: survives(path, mounts) or None, "yours says None"),
+])  # fmt: skip

@@ -1,0 +1,79 @@
+"""Pages and lessons show what the benchmarks' results and programs hold. (The programs run in tests/all.)"""
+
+import ast
+import importlib
+import json
+import re
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+from notebook_rules import ROOT, Notebook, definitions, fingerprint
+
+from shared import measure
+
+BENCHMARKS, RESULTS = ROOT / "benchmarks", ROOT / "benchmarks/results"
+CHAPTER_4 = ROOT / "04-ray-in-production"
+
+
+@pytest.fixture
+def program(monkeypatch) -> Callable[[str], ModuleType]:
+    """Imports a program of `benchmarks`."""
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    return importlib.import_module
+
+
+def test_the_first_screen_says_what_was_measured():
+    """README.md: five runs within 1e-13, and the table of memory, by the formula and counted."""
+    readme = (ROOT / "README.md").read_text()
+    series = json.loads((RESULTS / "same-curve.json").read_text())["step_losses"]
+    furthest = max(max(losses) - min(losses) for losses in zip(*series.values(), strict=True))
+    assert len(series) == 5 and furthest < 1e-13 and "the losses agree to within 1e-13" in readme
+    (path,) = RESULTS.glob("sharded-*.json")
+    lesson = json.loads(path.read_text())["lesson"]  # the table of lesson 3.5
+    counted = {name: float(seen) for name, seen in re.findall(r"\| \*\*(.+?)\*\* \| ([\d.]+)", lesson)}
+    assert f"results/{path.stem}.md" in readme
+    row = r"^\| ([A-Z][\w, -]+) \| .+? \| ([\d.]+) \| ([\d.]+) \| \*\*([\d.]+)\*\* \|$"
+    rows = re.findall(row, readme, flags=re.MULTILINE)
+    assert [names for names, *_ in rows] == ["DDP", "ZeRO-1, ZeRO-2", "ZeRO-3", "FSDP2"]
+    for names, *shown in rows:
+        for name in names.split(", "):
+            on_1024, on_2 = (measure.predicted_state_bytes(name.lower(), "fp32", 1, ranks) for ranks in (1024, 2))
+            for text, value in zip(shown, (on_1024, on_2, counted[name]), strict=True):
+                assert float(text) == round(value, len(text.partition(".")[2])), (name, text, value)
+
+
+@pytest.mark.parametrize("name", ["ddp", "ray", "sharded", "network"])
+def test_the_committed_tables_are_made_of_the_committed_numbers(name, program):
+    paths = list(RESULTS.glob(f"{name}-*.json"))
+    assert paths
+    for path in paths:
+        result, page = json.loads(path.read_text()), path.with_suffix(".md").read_text()
+        figure = [f"{path.stem}.svg"] if path.with_suffix(".svg").exists() else []
+        assert page == program(f"bench_{name}").report(result, *figure)
+        assert name != "sharded" or "below 30 s: reached." in page  # an epoch of `nano`
+        if name == "network":
+            assert {run["mbit"] for run in result["ways"]} == {10_000, 1000, 100}, "lesson 4.4 draws these"
+
+
+def test_the_committed_results_can_be_compared(program):
+    check = program("check_regression")
+    for kind in ("ddp", "ray", "sharded"):
+        for path in RESULTS.glob(f"{kind}-*.json"):
+            assert len(check.ratios(check.read_result(path))) >= 5
+            assert not check.compare_files(path, path)
+
+
+def test_lesson_4_4_shows_the_benchmarks_script():
+    lesson = Notebook(CHAPTER_4 / "04_communication.ipynb")
+    (cell,) = (cell for cell in lesson.code if cell.target.endswith("two_nodes.sh"))
+    assert cell.body.strip() == (BENCHMARKS / "two_nodes.sh").read_text().strip()
+
+
+def test_lesson_4_3_teaches_the_functions_of_the_regression_check():
+    taught = {}
+    for cell in Notebook(CHAPTER_4 / "03_watching.ipynb").code:
+        taught |= definitions(cell.python)
+    here = definitions(ast.parse((BENCHMARKS / "check_regression.py").read_text()))
+    for name in ("run_seconds", "slowdown"):
+        assert fingerprint(taught[name]) == fingerprint(here[name]), name
