@@ -1,4 +1,4 @@
-"""For tests and lessons: their order, and what they have cost: wall and CPU minutes, and the ten slowest files."""
+"""For tests and lessons: their order, and what they have cost: CPU and wall seconds, and the most expensive files."""
 
 import contextlib
 import os
@@ -129,10 +129,8 @@ def pytest_terminal_summary(terminalreporter, config):
     """Print the table."""
     if not costs:
         return
-    rows = [((time.time() - STARTED, watch.total), "in all")]
-    slowest_first = sorted(costs.items(), key=lambda item: item[1], reverse=True)
-    rows += [(cost, file) for file, cost in slowest_first[: None if config.option.verbose > 0 else 10]]
-    terminalreporter.section("minutes")
-    terminalreporter.write_line("   wall     CPU")
-    for (wall, cpu), what in rows:
-        terminalreporter.write_line(f"{wall / 60:7.1f} {cpu / 60:7.1f}  {what}")
+    rows = sorted(((cpu, wall, file) for file, (wall, cpu) in costs.items()), reverse=True)
+    terminalreporter.section("seconds: CPU, children included, and wall")
+    shown = rows if config.option.verbose > 0 else rows[:10]
+    for cpu, wall, what in [(watch.total, time.time() - STARTED, "in all"), *shown]:
+        terminalreporter.write_line(f"{cpu:7.0f} {wall:7.0f}  {what}")

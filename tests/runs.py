@@ -121,7 +121,7 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "torchvision", "sklearn.datasets", "deepspeed", "ray.train.torch",
     "ray.data", "shared.options", "shared.script", "shared.on_ray.workers", "shared.on_ray.cluster", "shared.measure",
-    "runs",
+    "runs", "frozen",
 ])  # fmt: skip
 
 

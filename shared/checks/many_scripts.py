@@ -7,6 +7,7 @@ script. Each rank's fork writes what it prints to FOLDER/N/RANK.out, its errors 
 to FOLDER/N/RANK.code. Where one rank fails, the others are ended two seconds later, as torchrun would end them.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -46,6 +47,8 @@ def run(folder: Path) -> None:
 if __name__ == "__main__":
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # or each fork's garbage collector looks through, and copies, all that was imported
     for folder in sorted(Path(sys.argv[1]).iterdir()):
         if (pid := os.fork()) == 0:
             run(folder)
