@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from markdown_pages import blocks, copied_out, needs, section
 from notebook_rules import repository_files
-from pages import blocks, copied_out, needs, section
 
 import ray_images
 from shared import restarts, sampling

@@ -148,8 +148,13 @@ def test_every_file_of_tests_and_every_lesson_belongs_to_one_tier():
         if path.suffix == ".py" and path not in both:
             functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
             assert [each.name for each in functions if each.name.startswith("test_")] == [], path
-    names = [path.name for path in both if path.suffix == ".py"]
-    assert len(names) == len(set(names)), "two files of tests need two names: both tiers run in one pytest"
+
+
+def test_modules_that_one_pytest_imports_have_names_of_their_own():
+    """Both tiers, their helpers, and the programs that they import share a process, which has one module by a name."""
+    folders = ("tests", "tests/all", "book", "benchmarks", "02-ddp-pytorch-ray", "03-fsdp-deepspeed")
+    names = [path.name for folder in folders for path in (ROOT / folder).glob("*.py")]
+    assert sorted(names) == sorted(set(names))
 
 
 def test_links_and_pictures_of_all_markdown_files_lead_somewhere():

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from markdown_pages import blocks, copied_out, needs, run_in, section
 from notebook_rules import ROOT
-from pages import blocks, copied_out, needs, run_in, section
 
 
 @pytest.fixture(scope="module")
