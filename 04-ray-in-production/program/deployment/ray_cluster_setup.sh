@@ -22,9 +22,10 @@ THERE="\"\$HOME/.ray-cluster\""  # on a host, where the home may be another one
 [ -z "${RAY_CLUSTER_DIR:-}" ] || THERE=$(printf %q "$NOTES")
 PYTHON=${PYTHON:-$(command -v python || true)}
 # Below the ports that Linux hands out to whoever wants any, lest it is another's a moment later; above Ray's workers'.
+# Each port of a node has a remainder of its own, modulo 8, so that no two of them are drawn alike.
 FREE_PORT='import random, socket, sys
-wanted = int(sys.argv[1])
-for port in [wanted] if wanted else random.sample(range(20_000, 29_000), 100):
+wanted, remainder = map(int, sys.argv[1:])
+for port in [wanted] if wanted else random.sample(range(20_000 + remainder, 29_000, 8), 100):
     try:
         socket.create_server(("", port)).close()
     except OSError:
@@ -43,9 +44,9 @@ on() {
     if [ "$1" = localhost ]; then bash -s; else ssh -o BatchMode=yes -o ConnectTimeout=10 "$1" bash -s; fi
 }
 
-# free_port HOST WANTED: that port, or for 0 any that is free.
+# free_port HOST WANTED REMAINDER: that port, or for 0 any that is free.
 free_port() {
-    on "$1" <<< "$(printf '%q ' "$PYTHON" -c "$FREE_PORT" "$2")"
+    on "$1" <<< "$(printf '%q ' "$PYTHON" -c "$FREE_PORT" "$2" "$3")"
 }
 
 # advice CODE HOST NAME: what to do where free_port has ended with CODE; 255 is ssh's own.
@@ -66,9 +67,9 @@ printf %s $(printf %q "$TOKEN") > token
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="\$PWD/token"
 # Ray keeps a file with a fixed name in its folder; in /tmp/ray it would be the file of whoever came first.
 export RAY_TMPDIR="\${RAY_TMPDIR:-\${TMPDIR:-/tmp}/ray-\$(id -un)}"
-export DASHBOARD_METRIC_PORT=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0)
-export AUTOSCALER_METRIC_PORT=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0)
-agent=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0)
+export DASHBOARD_METRIC_PORT=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0 3)
+export AUTOSCALER_METRIC_PORT=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0 4)
+agent=\$($(printf %q "$PYTHON") -c $(printf %q "$FREE_PORT") 0 5)
 setsid $(printf %q "$PYTHON") -m ray.scripts.scripts start --block --disable-usage-stats --log-color=false \
     --dashboard-agent-listen-port="\$agent" $(printf '%q ' "$@") > $name.log 2>&1 < /dev/null &
 pid=\$!
@@ -94,8 +95,8 @@ start() {
     shift
     [ -z "${HEAD_CPUS:-}" ] || cpus=(--num-cpus "$HEAD_CPUS")
     "$PYTHON" -c 'import ray' 2> /dev/null || fail "$PYTHON has no ray: activate the workshop's environment, or set PYTHON"
-    port=$(free_port "$head" "${RAY_PORT:-6379}") || fail "no head on $head: $(advice $? "$head" RAY_PORT)"
-    dashboard=$(free_port "$head" "${DASHBOARD_PORT:-8265}") || fail "no head on $head: $(advice $? "$head" DASHBOARD_PORT)"
+    port=$(free_port "$head" "${RAY_PORT:-6379}" 0) || fail "no head on $head: $(advice $? "$head" RAY_PORT)"
+    dashboard=$(free_port "$head" "${DASHBOARD_PORT:-8265}" 1) || fail "no head on $head: $(advice $? "$head" DASHBOARD_PORT)"
     ip=${HEAD_IP:-$(on "$head" <<< "hostname -I | cut -d' ' -f1")}
     TOKEN=$("$PYTHON" -c 'import secrets; print(secrets.token_hex(32))')
     umask 077
@@ -103,7 +104,7 @@ start() {
     touch "$NOTES/nodes"
     trap 'stop; exit 1' INT TERM HUP
     start_node "$head" head --head --node-ip-address="$ip" --port="$port" --dashboard-port="$dashboard" \
-        --ray-client-server-port="$(free_port "$head" 0)" "${cpus[@]}" || { stop; exit 1; }
+        --ray-client-server-port="$(free_port "$head" 0 2)" "${cpus[@]}" || { stop; exit 1; }
     for host in "$@"; do  # one after the other: of two that join at once, one may die
         number=$((number + 1))
         again=()  # the log monitor of this machine's first node reads for all of them
