@@ -1,6 +1,6 @@
 """The six small runs compute what is on record, on any machine; and the script that compares two commits.
 
-(Ray Train with 2 workers: test_train_ray.py, in a run whose workers and controller die.)
+(Ray Train with 2 workers: test_train_ray.py, and all/test_train_ray_failures.py, where workers and controller die.)
 """
 
 import re
