@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,6 +48,48 @@ def test_a_free_port_is_not_one_that_linux_hands_out_by_itself():
     low, high = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     assert len(ports) > 40 and ports <= set(range(20_000, 29_000))  # above those of Ray's workers
     assert low < 29_000 or not ports & set(range(low, high + 1))  # a host may be set otherwise
+
+
+def test_gloo_takes_the_interface_by_which_an_address_is_reached(monkeypatch):
+    """The address 192.0.2.7 is of RFC 5737, which nobody has; a connected UDP socket sends nothing."""
+    addresses = {"lo": [SimpleNamespace(address="127.0.0.1")], "eth0": [SimpleNamespace(address="192.0.2.7")]}
+
+    class Probe(socket.socket):
+        def connect(self, address):
+            self.reached = address[0]
+
+        def getsockname(self):
+            return ("127.0.0.1" if self.reached.startswith("127.") else "192.0.2.7", 5)
+
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: addresses)
+    monkeypatch.setattr(os, "environ", {})
+    rendezvous.choose_gloo_interface("127.0.1.1")
+    assert os.environ == {}  # all ranks are on this node
+    rendezvous.choose_gloo_interface("192.0.2.1")
+    assert os.environ == {"GLOO_SOCKET_IFNAME": "eth0"}
+    rendezvous.choose_gloo_interface("192.0.2.1")
+    os.environ["GLOO_SOCKET_IFNAME"] = "chosen"
+    rendezvous.choose_gloo_interface("192.0.2.1")
+    assert os.environ == {"GLOO_SOCKET_IFNAME": "chosen"}
+
+
+def test_a_group_is_joined_over_the_interface_that_reaches_its_master(monkeypatch):
+    """Otherwise a host whose name leads to a loopback address would tell that to the others and hang
+    (all/test_isolated_hosts.py)."""
+    for name in distributed.FROM_TORCHRUN:
+        monkeypatch.setenv(name, "1" if name.endswith("WORLD_SIZE") else "0")
+    monkeypatch.setenv("MASTER_ADDR", "192.0.2.1")
+
+    class Chosen(Exception):
+        pass
+
+    def choose(address):
+        raise Chosen(address)
+
+    monkeypatch.setattr(distributed, "choose_gloo_interface", choose)
+    with pytest.raises(Chosen, match=r"192\.0\.2\.1"):
+        distributed.join()
 
 
 def test_a_port_that_somebody_listens_on_is_not_free(monkeypatch):

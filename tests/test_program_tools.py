@@ -217,7 +217,8 @@ def test_a_cluster_that_cannot_be_asked_is_one_line(variables, words, copied):
 # Answers as Python does to ray_cluster_setup.sh, and stays as a node would.
 STAND_IN = """#!/bin/bash
 case "$1 $2" in
-    "-m ray.scripts.scripts") echo "RAY_TMPDIR=$RAY_TMPDIR"; echo "Ray runtime started"; sleep 600 & wait ;;
+    "-m ray.scripts.scripts")
+        echo "RAY_TMPDIR=$RAY_TMPDIR"; echo "Ray runtime started"; sleep 600 & trap 'kill $!' TERM; wait ;;
     "-c import ray") ;;
     *) exec {python} "$@" ;;
 esac
