@@ -9,7 +9,7 @@ import torch.distributed as dist
 import train_ddp
 from torch.nn.parallel import DistributedDataParallel
 
-from shared import script
+from shared.running import script
 
 
 def keep_own_gradients(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:

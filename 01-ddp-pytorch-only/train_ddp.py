@@ -19,9 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from shared import checkpoint, distributed, options, sampling, script, tasks
-from shared.progress import Progress, write_metrics
-from shared.restarts import RestartableRun
+from shared import checkpoint, distributed, sampling, tasks
+from shared.running import options, script
+from shared.running.progress import Progress, write_metrics
+from shared.running.restarts import RestartableRun
 
 TASKS = (tasks.ImageTask, tasks.TextTask)
 
@@ -35,7 +36,7 @@ def main() -> None:
     state = None
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
-        options.check_precision(args.precision, worker.device)
+        tasks.check_precision(args.precision, worker.device)
         if worker.rank == 0:  # the only writer; the others get the state in [3]
             state = run.open_or_resume(args, worker)
     task = tasks.build(TASKS, args, worker)

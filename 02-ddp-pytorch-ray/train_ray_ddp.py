@@ -20,15 +20,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from shared import checkpoint, distributed, options, sampling, script, tasks
-from shared.on_ray import cluster, command_line, storage, workers
-from shared.progress import Progress, write_metrics
+from shared import checkpoint, distributed, sampling, tasks
+from shared.on_ray import cluster, options, storage, workers
+from shared.running import script
+from shared.running.progress import Progress, write_metrics
 
 TASKS = (tasks.ImageTask, tasks.TextTask)
 
 
 def main() -> None:
-    args = command_line.elastic_parser(__doc__, TASKS).parse_args()
+    args = options.elastic_parser(__doc__, TASKS).parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except under torchrun
     run = storage.RayRun.from_args(args)
 
@@ -68,7 +69,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
-        options.check_precision(args.precision, worker.device)
+        tasks.check_precision(args.precision, worker.device)
         run.check_folder()
     task = tasks.build(TASKS, args, worker, args.max_workers, run.patience_s)
 

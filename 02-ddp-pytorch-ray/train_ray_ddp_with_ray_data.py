@@ -25,21 +25,23 @@ from torchvision.transforms import v2
 
 import ray_images
 import shared
-from shared import checkpoint, distributed, options, paths, sampling, script, tasks
-from shared.on_ray import cluster, command_line, storage, workers
-from shared.progress import Progress, write_metrics
+from shared import checkpoint, distributed, paths, sampling, tasks
+from shared.on_ray import cluster, options, storage, workers
+from shared.running import script
+from shared.running.options import positive_int
+from shared.running.progress import Progress, write_metrics
 
 TASKS = (tasks.ImageTask,)
 
 
 def main() -> None:
     # No BatchNorm: a worker's last batch may be a single sample, which has no variance.
-    parser = command_line.ray_parser(__doc__, TASKS, models=("resnet18", "resnet8", "mlp"))
+    parser = options.ray_parser(__doc__, TASKS, models=("resnet18", "resnet8", "mlp"))
     add = parser.add_argument
     add("--data-uri", dest="dataset", type=paths.path_or_uri, default=argparse.SUPPRESS, metavar="URI",
         help="in place of --dataset: a path or URI with train/ and val/ in it, each of them Parquet files with the "
         "columns image and label, or pictures in a folder for each label")  # fmt: skip
-    add("--image-size", type=options.positive_int, metavar="PIXELS",
+    add("--image-size", type=positive_int, metavar="PIXELS",
         help="resize pictures of --data-uri to this height and width (default: all have the same)")  # fmt: skip
     add("--augment", action="store_true",
         help="rotate, shift, scale and blur training images at random, on the CPUs of Ray Data's tasks")  # fmt: skip
@@ -89,7 +91,7 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
     """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
-        options.check_precision(args.precision, worker.device)
+        tasks.check_precision(args.precision, worker.device)
         run.check_folder()
     task = tasks.ImageTask(args, images, worker.device)
     train_shard, val_shard = ray.train.get_dataset_shard("train"), ray.train.get_dataset_shard("val")

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
 
 from shared.distributed import Worker
-from shared.options import Options
+from shared.running.options import Options
 from shared.sampling import check_divisible, local_batch_size
 
 OWN_FILE = Path(__file__).with_name("ds_config.json")

@@ -22,9 +22,9 @@ import tiny_base
 from shared.datasets import SPLIT_SEED, Splits
 from shared.distributed import Worker
 from shared.errors import UsageError
-from shared.options import checked, positive_float
 from shared.paths import local_path
-from shared.progress import Progress
+from shared.running.options import checked, positive_float
+from shared.running.progress import Progress
 from shared.tasks import Task
 
 NO_TARGET = -100  # cross_entropy's ignore_index: a position whose next token is not part of an answer

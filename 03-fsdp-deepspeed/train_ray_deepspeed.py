@@ -25,15 +25,16 @@ from torch.utils.data import DataLoader
 
 import shared
 import zero
-from shared import distributed, measure, models, options, paths, sampling, script, tasks
-from shared.on_ray import cluster, command_line, storage, workers
-from shared.progress import Progress, write_metrics
+from shared import distributed, measure, models, paths, sampling, tasks
+from shared.on_ray import cluster, options, storage, workers
+from shared.running import script
+from shared.running.progress import Progress, write_metrics
 
 TASKS = (tasks.TextTask,)
 
 
 def main() -> None:
-    parser = command_line.ray_parser(__doc__, TASKS, precisions={
+    parser = options.ray_parser(__doc__, TASKS, precisions={
         "fp32": "everything in float32",
         "bf16": "weights, gradients and activations, with a float32 copy of the weights in the optimizer",
         "fp16": "as bf16, with loss scaling; on GPUs",
@@ -70,7 +71,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
     """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
-        options.check_precision(args.precision, worker.device)
+        tasks.check_precision(args.precision, worker.device)
         run.check_folder()
         if args.offload and worker.device.type == "cpu":
             raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")

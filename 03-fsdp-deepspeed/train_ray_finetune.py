@@ -28,26 +28,28 @@ import pairs
 import pretrained
 import shared
 import tiny_base
-from shared import checkpoint, distributed, measure, options, paths, sampling, script, sharded, tasks
-from shared.on_ray import cluster, command_line, storage, workers
-from shared.progress import write_metrics
+from shared import checkpoint, distributed, measure, paths, sampling, sharded, tasks
+from shared.on_ray import cluster, options, storage, workers
+from shared.running import script
+from shared.running.options import positive_float, positive_int
+from shared.running.progress import write_metrics
 
 TASKS = (pairs.PairTask,)
 
 
 def main() -> None:
-    parser = command_line.ray_parser(__doc__, TASKS, precisions={
+    parser = options.ray_parser(__doc__, TASKS, precisions={
         "fp32": "everything in float32",
         "bf16": "gathered weights and activations, while slices, reductions and moments stay float32",
         "fp64": "to compare runs",
     })  # fmt: skip
-    parser.add_argument("--accumulate", type=options.positive_int, default=1, metavar="N",
+    parser.add_argument("--accumulate", type=positive_int, default=1, metavar="N",
         help="compute a batch in N passes, each with a part of its rows: less memory for activations")  # fmt: skip
-    parser.add_argument("--max-grad-norm", type=options.positive_float, default=float("inf"), metavar="NORM",
+    parser.add_argument("--max-grad-norm", type=positive_float, default=float("inf"), metavar="NORM",
         help="scale larger gradients down to this norm (default: no limit)")  # fmt: skip
-    parser.add_argument("--warmup-steps", type=options.positive_int, default=1, metavar="N",
+    parser.add_argument("--warmup-steps", type=positive_int, default=1, metavar="N",
         help="raise the learning rate over the first N steps (default: 1, no warm-up)")  # fmt: skip
-    parser.add_argument("--eval-every-steps", type=options.positive_int, metavar="N",
+    parser.add_argument("--eval-every-steps", type=positive_int, metavar="N",
         help="also validate inside an epoch, every N optimizer steps (default: only at its end)")  # fmt: skip
     parser.add_argument("--export", type=paths.local_path, metavar="FOLDER",
         help="write the result as a Hugging Face folder, with LoRA as an adapter; every node must see it")  # fmt: skip
@@ -78,7 +80,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
-        options.check_precision(args.precision, worker.device)
+        tasks.check_precision(args.precision, worker.device)
         run.check_folder()
         pretrained.check_same_base(args, run, worker)
     if args.export:

@@ -21,20 +21,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from shared import distributed, models, options, sampling, script, sharded, tasks
-from shared.on_ray import cluster, command_line, storage, workers
-from shared.progress import Progress, write_metrics
+from shared import distributed, models, sampling, sharded, tasks
+from shared.on_ray import cluster, options, storage, workers
+from shared.running import script
+from shared.running.options import checked
+from shared.running.progress import Progress, write_metrics
 
 TASKS = (tasks.TextTask,)
 
 
 def main() -> None:
-    parser = command_line.ray_parser(__doc__, TASKS, precisions={
+    parser = options.ray_parser(__doc__, TASKS, precisions={
         "fp32": "everything in float32",
         "bf16": "gathered weights and activations, while slices, reductions and moments stay float32",
         "fp64": "to compare runs",
     })  # fmt: skip
-    only_fsdp2 = options.checked(str, "fsdp2".__eq__, "fsdp2; for DDP use train_ray_ddp.py --dataset text")
+    only_fsdp2 = checked(str, "fsdp2".__eq__, "fsdp2; for DDP use train_ray_ddp.py --dataset text")
     parser.add_argument("--strategy", type=only_fsdp2, default="fsdp2", help=argparse.SUPPRESS)
     parser.add_argument("--reshard-after-forward", action=argparse.BooleanOptionalAction, default=True,
         help="free a block's gathered weights between its forward and its backward pass (default: yes)")  # fmt: skip
@@ -64,7 +66,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     """Train on one worker, and return the metrics."""
     with distributed.fail_together():
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
-        options.check_precision(args.precision, worker.device)
+        tasks.check_precision(args.precision, worker.device)
         run.check_folder()
         if args.offload and worker.device.type == "cpu":
             raise ValueError("--offload moves state from GPUs to the host's memory, and there are no GPUs")

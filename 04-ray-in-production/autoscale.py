@@ -33,7 +33,7 @@ from elastic import LIMIT_S, ROOT, exit_on_signals, machine, process, ray_folder
 
 from shared.on_ray.cluster import kill
 from shared.rendezvous import free_port
-from shared.script import run_main
+from shared.running.script import run_main
 
 IDLE_S, STEPS = 15, 4
 TRAINING = ["--num-workers", "2", "--no-use-gpu", "--model", "mlp", "--run-name", "autoscale", "--max-steps", STEPS]

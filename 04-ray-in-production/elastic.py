@@ -31,7 +31,7 @@ from shared.distributed import Worker
 from shared.doctor import cpu_name
 from shared.on_ray import storage
 from shared.paths import ray_temp_dir
-from shared.script import run_main
+from shared.running.script import run_main
 
 ROOT = Path(__file__).parents[1]
 SAVE_EVERY = 5

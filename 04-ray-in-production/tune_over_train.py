@@ -19,9 +19,10 @@ from training import config as configuration
 from training import data, distributed_training, trainer, utils
 
 import shared
-from shared import distributed, script
+from shared import distributed
 from shared.errors import RunFailed
 from shared.on_ray import cluster, storage, workers
+from shared.running import script
 
 
 def trial(values: dict, config_values: dict, data_folder: str) -> None:

@@ -2,7 +2,8 @@
 
 The repository's Markdown files and notebooks are the only source. A copy differs from its original in three things:
 links to source files and folders lead to pages that show them, a lesson begins with how to run it, and solutions are
-folded away. Made for the book are the pages of source files and folders, the glossary, and those of `shared`.
+folded away. Made for the book are the pages of source files and folders, the glossary, and those of `shared` and of
+`checks`.
 """
 
 import ast
@@ -21,7 +22,8 @@ from nbclient.exceptions import CellControlSignal, DeadKernelError
 
 BOOK = Path(__file__).parent
 ROOT = BOOK.parent
-COPIED = ("0*-*", "docs", "benchmarks", "shared", "tests", "*.md", "requirements*.txt", "Makefile", "pyproject.toml")
+COPIED = ("0*-*", "docs", "benchmarks", "checks", "shared", "tests", "*.md", "requirements*.txt")
+COPIED += ("Makefile", "pyproject.toml")
 NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "logs", "data", "*.egg-info", "yours-*")
 LANGUAGES = {
     ".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".txt": "text",
@@ -143,8 +145,8 @@ def run(notebook: nbformat.NotebookNode, name: Path, outputs: Path, root: Path =
     """The notebook with its outputs: those of an earlier run if neither it nor a program it may use has changed."""
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     seen = hashlib.sha256("\n\n".join(cell.source for cell in code).encode())
-    programs = [*root.glob("shared/**/*.py"), *root.glob("benchmarks/*.py"), *(root / name.parts[0]).glob("**/*.py")]
-    for path in sorted(programs):
+    folders = ("shared", "checks", "benchmarks", name.parts[0])
+    for path in sorted(path for folder in folders for path in root.glob(f"{folder}/**/*.py")):
         if "runs" not in path.parts:
             seen.update(path.read_bytes())
     kept = outputs / name.with_suffix(f".{seen.hexdigest()[:16]}.ipynb")
@@ -201,8 +203,9 @@ def folder_page(path: Path, source: Path) -> str:
 
 
 def modules() -> list[str]:
-    """The modules of `shared`, by name."""
-    paths = [path.relative_to(ROOT).with_suffix("") for path in ROOT.glob("shared/**/*.py")]
+    """The modules of `shared` and `checks`, by name."""
+    files = [*ROOT.glob("shared/**/*.py"), *ROOT.glob("checks/*.py")]
+    paths = [path.relative_to(ROOT).with_suffix("") for path in files]
     return sorted(".".join(path.parts).removesuffix(".__init__") for path in paths)
 
 
@@ -219,10 +222,15 @@ def module_page(module: str) -> str:
 
 def modules_page() -> str:
     """All modules at a glance."""
-    intro = "What more than one chapter uses. A lesson teaches it by hand first; the lessons after it import it."
+    intro = (
+        "What more than one chapter uses. A lesson teaches it by hand first; the lessons after it import it. "
+        "`shared.running` only makes scripts run well, `shared.on_ray` needs Ray, and `checks` judges the exercises."
+    )
     rows = [f"| [{module}]({module}.md) | {first_sentence(file_of(module))} |" for module in modules()]
     below = ["\n```{toctree}\n:hidden:\n", *modules(), "```\n"]
-    return "\n".join(["# The package shared\n", f"{intro}\n", "| module | what it holds |", "|---|---|", *rows, *below])
+    return "\n".join(
+        ["# The packages shared and checks\n", f"{intro}\n", "| module | what it holds |", "|---|---|", *rows, *below]
+    )
 
 
 def start_page(url: str | None) -> str:

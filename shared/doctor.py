@@ -5,7 +5,9 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -17,6 +19,8 @@ REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
 CGROUP = Path("/sys/fs/cgroup")  # holds a container's limits on Linux
 PYTHON = Path(sys.executable).name
 FIX_PACKAGES = f"{PYTHON} -m pip install -r requirements.txt"
+# Missing after a pull, if the workshop was installed before `checks` existed. Found from anywhere, not by the folder.
+FIND_CHECKS = "import importlib.util, sys; sys.exit(importlib.util.find_spec('checks') is None)"
 
 
 def wrong_packages(requirements: Path) -> list[str]:
@@ -105,6 +109,8 @@ def check_packages() -> Iterator[tuple[bool, str]]:
     """Compare the installed packages with their pins."""
     if not REQUIREMENTS.exists():
         yield False, "`shared` is not installed from the workshop's folder: run `pip install -e .` there"
+    elif subprocess.run([sys.executable, "-c", FIND_CHECKS], cwd=tempfile.gettempdir()).returncode:
+        yield False, f"`checks`, of the exercises, is not installed: run `{FIX_PACKAGES}` in the workshop's folder"
     elif wrong := wrong_packages(REQUIREMENTS):
         yield False, f"packages: {'; '.join(wrong)}. Run `{FIX_PACKAGES}` in the workshop's folder"
     else:

@@ -1,4 +1,4 @@
-"""Define the errors that end a script with one line instead of a traceback (`shared.script.run_main`)."""
+"""Define the errors that end a script with one line instead of a traceback (`shared.running.script.run_main`)."""
 
 
 class UsageError(ValueError):

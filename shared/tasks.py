@@ -13,7 +13,7 @@ from shared.datasets import Splits
 from shared.distributed import Worker, check_same, fail_together, global_max, local_first, retry
 from shared.errors import UsageError
 from shared.paths import local_path
-from shared.progress import Progress
+from shared.running.progress import Progress
 from shared.sampling import global_batch_counts
 
 
@@ -230,3 +230,14 @@ def build(
         task.check_sizes(max(worker.world_size, max_world_size))
     check_same(task.checksum(), task.differ)
     return task
+
+
+def check_precision(precision: str, device: torch.device) -> None:
+    """Raise ValueError if the device cannot compute in this precision.
+
+    fp16 needs a GPU. bf16 on a GPU needs bf16 units, because it would be emulated without them.
+    """
+    if precision == "fp16" and device.type == "cpu":
+        raise ValueError("--precision fp16 needs a GPU; on a CPU use fp32 or bf16")
+    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bf16 units; use --precision fp32")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.checks import machinery
+from checks import machinery
 
 
 def stub(*arguments):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from runs import ROOT
 
-from shared.checks import machinery
+from checks import machinery
 
 CHAPTER = ROOT / "03-fsdp-deepspeed"
 FINETUNE = CHAPTER / "train_ray_finetune.py"

@@ -24,13 +24,13 @@ def section(page: str) -> str:
 
 
 def needs(path: Path) -> set[str]:
-    """The modules of `shared`, and those beside the file, that it imports, and those that these import."""
-    found: set[str] = set()
+    """The modules of `shared`, its folders, and the modules beside the file, that it imports or that these import."""
+    found: set[Path] = set()
     waiting = [path]
     while waiting:
         for node in ast.walk(ast.parse(waiting.pop().read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
-            if isinstance(node, ast.ImportFrom) and node.module in ("shared", "shared.on_ray"):
+            if isinstance(node, ast.ImportFrom) and node.module in ("shared", "shared.on_ray", "shared.running"):
                 names = [f"{node.module}.{name}" for name in names]
             elif isinstance(node, ast.ImportFrom):
                 names = [node.module or ""]
@@ -40,10 +40,10 @@ def needs(path: Path) -> set[str]:
                     if name.startswith("shared.")
                     else path.with_name(f"{name}.py")
                 )
-                if file.is_file() and file.stem not in found:
+                if file.is_file() and file not in found:
                     waiting.append(file)
-                    found.add(file.stem)
-    return found
+                    found.add(file)
+    return {file.parent.name if file.parent.parent == ROOT / "shared" else file.stem for file in found}
 
 
 def run_in(folder: Path, home: Path, *words: object) -> str:

@@ -540,9 +540,9 @@ def fingerprint(tree: ast.AST) -> str:
 
 @cache
 def shared_definitions() -> dict[str, dict[str, str]]:
-    """Every public top-level definition in shared/, apart from the exercise checks: name -> {module: fingerprint}."""
+    """Every public top-level definition in shared/: name -> {module: fingerprint}."""
     found: dict[str, dict[str, str]] = {}
-    for path in sorted(set((ROOT / "shared").rglob("*.py")) - set((ROOT / "shared/checks").glob("*.py"))):
+    for path in sorted((ROOT / "shared").rglob("*.py")):
         for name, node in definitions(ast.parse(path.read_text())).items():
             if not name.startswith("_"):
                 found.setdefault(name, {})[path.name] = fingerprint(node)

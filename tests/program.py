@@ -61,7 +61,7 @@ def here(folder: Path, *changes: str, state: dict | None = None) -> dict:
     from training import data, trainer, utils
 
     from shared.distributed import Worker
-    from shared.runs import Run
+    from shared.running.runs import Run
 
     config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={folder}/data", *changes])
     run_folder = folder / "runs/here"

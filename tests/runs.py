@@ -22,8 +22,8 @@ import small_runs
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shared.options import Options
-from shared.script import run_main
+from shared.running.options import Options
+from shared.running.script import run_main
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -31,7 +31,7 @@ LIMIT = 900  # seconds; what hangs is ended and fails. A busy machine must not r
 
 
 def progress_options(batch_size: int, epochs: int, **others) -> Options:
-    """The options that `shared.progress.Progress` reads."""
+    """The options that `shared.running.progress.Progress` reads."""
     values = {"max_steps": None, "save_every_steps": None, "quiet": False, **others}
     return Options(batch_size=batch_size, epochs=epochs, **values)
 
@@ -120,8 +120,8 @@ class Run:
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload([
     "torch._dynamo", "torch.distributed.fsdp", "torchvision", "sklearn.datasets", "deepspeed", "ray.train.torch",
-    "ray.data", "shared.options", "shared.script", "shared.on_ray.workers", "shared.on_ray.cluster", "shared.measure",
-    "runs", "frozen",
+    "ray.data", "shared.running.options", "shared.running.script", "shared.on_ray.workers", "shared.on_ray.cluster",
+    "shared.measure", "runs", "frozen",
 ])  # fmt: skip
 
 

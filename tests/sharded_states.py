@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard
 
 from shared import datasets, distributed, measure, models, sharded, tasks
-from shared.on_ray import command_line
+from shared.on_ray import options
 
 CHAPTER = Path(__file__).parents[1] / "03-fsdp-deepspeed"
 sys.path.append(str(CHAPTER))
@@ -85,7 +85,7 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
 
 
 def build_engine(stage: int, load_universal: bool, seed: int, worker: distributed.Worker):
-    parser = command_line.ray_parser("", train_ray_deepspeed.TASKS)
+    parser = options.ray_parser("", train_ray_deepspeed.TASKS)
     parser.set_defaults(ds_config=CHAPTER / "ds_config.json", zero_stage=stage, offload=False)
     args = parser.parse_args(["--num-workers", "0", "--batch-size", str(BATCH), "--seed", str(seed)])
     args, settings = ds_settings.read_settings(args, worker.world_size, worker)

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from answers import Call, assert_rejects, judge, launch_together, replay, stub
 from notebook_rules import ROOT, Notebook
 
-from shared import checks
-from shared.checks import chapter_1, machinery
+import checks
+from checks import chapter_1, machinery
 
 CHAPTER = ROOT / "01-ddp-pytorch-only"
 NOT_DONE_YET = "not done yet: replace `raise NotImplementedError`"

@@ -16,8 +16,9 @@ from answers import assert_rejects, judge, stub
 from notebook_rules import ROOT, Notebook
 from torch.utils.data import DistributedSampler
 
-from shared import checks, sampling
-from shared.checks import chapter_2, machinery
+import checks
+from checks import chapter_2, machinery
+from shared import sampling
 
 CHAPTER = ROOT / "02-ddp-pytorch-ray"
 RAY_DATA = CHAPTER / "03_ray_data.ipynb"

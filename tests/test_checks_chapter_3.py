@@ -21,8 +21,8 @@ from answers import Call, Launched, assert_rejects, judge, launch_together, repl
 from runs import ROOT
 from safetensors.torch import load_file
 
-from shared import checks
-from shared.checks import chapter_3, chapter_3_finetuning, machinery
+import checks
+from checks import chapter_3, chapter_3_finetuning, machinery
 
 LESSONS = ROOT / "03-fsdp-deepspeed"
 # What the ranks of this file's tests run, in one launch of two ranks and one of three, after these imports.

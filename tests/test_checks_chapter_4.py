@@ -10,7 +10,7 @@ import pytest
 from answers import judge, stub
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-from shared import checks
+import checks
 
 # --- 4.1: failures ----------------------------------------------------------------------------------------------------
 

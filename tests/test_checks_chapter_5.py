@@ -7,8 +7,8 @@ import pytest
 import torch
 from answers import assert_rejects, judge, stub
 
-from shared import checks
-from shared.checks import chapter_5, machinery
+import checks
+from checks import chapter_5, machinery
 
 GALLERY = Path(__file__).parent.parent / "05-bug-gallery"
 

@@ -11,7 +11,7 @@ import psutil
 import pytest
 from answers import assert_rejects
 
-from shared.checks import machinery
+from checks import machinery
 
 SCRIPTS = {
     "right": "import os, sys\nnames = 'RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS'\n"

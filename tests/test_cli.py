@@ -1,4 +1,4 @@
-"""shared.options: the contract that all training scripts share."""
+"""shared.running.options: the contract that all training scripts share."""
 
 import argparse
 import json
@@ -9,9 +9,10 @@ import sys
 import pytest
 import torch
 
-from shared import distributed, options, script, tasks
+from shared import distributed, tasks
 from shared.errors import RunFailed, UsageError
-from shared.on_ray import command_line
+from shared.on_ray import options as ray_options
+from shared.running import options, script
 
 pytestmark = pytest.mark.usefixtures("plain_python")
 
@@ -84,22 +85,22 @@ def test_options_that_do_not_exist_are_usage_errors(words, named):
 
 
 def test_numbers_of_workers():
-    assert [command_line.num_workers(text) for text in ("0", "16")] == [0, 16]
-    assert [command_line.elastic_workers(text) for text in ("0", "2", "1:2", "3:3")] == [(0, 0), (2, 2), (1, 2), (3, 3)]
+    assert [ray_options.num_workers(text) for text in ("0", "16")] == [0, 16]
+    assert [ray_options.elastic_workers(text) for text in ("0", "2", "1:2", "3:3")] == [(0, 0), (2, 2), (1, 2), (3, 3)]
     for text in ("-1", "1:2", "two"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not a number of workers, 0 or more"):
-            command_line.num_workers(text)
+            ray_options.num_workers(text)
     for text in ("0:2", "2:1", "-1:2", "1:0", "1:", ":2", "1:2:3", "1-2", "many"):
         with pytest.raises(argparse.ArgumentTypeError, match=f"'{text}' is not .* MIN:MAX with 1 <= MIN <= MAX"):
-            command_line.elastic_workers(text)
-    args = command_line.elastic_parser("", [tasks.ImageTask]).parse_args(["--num-workers", "4:6"])
+            ray_options.elastic_workers(text)
+    args = ray_options.elastic_parser("", [tasks.ImageTask]).parse_args(["--num-workers", "4:6"])
     assert (args.num_workers, args.max_workers) == (4, 6)
 
 
 @pytest.mark.parametrize("number", ["2", "1"])
 def test_under_torchrun_ray_starts_no_processes_of_its_own(number, monkeypatch):
     as_under_torchrun(monkeypatch)
-    for parser in (command_line.ray_parser, command_line.elastic_parser):
+    for parser in (ray_options.ray_parser, ray_options.elastic_parser):
         with pytest.raises(UsageError, match="Ray starts the processes itself: start with plain python, or give"):
             parser("", [tasks.ImageTask]).parse_args(["--num-workers", number])
         assert parser("", [tasks.ImageTask]).parse_args(["--num-workers", "0"]).num_workers == 0
@@ -163,16 +164,16 @@ def test_bf16_is_refused_only_on_a_gpu_without_it(monkeypatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: including_emulation)
-    options.check_precision("bf16", torch.device("cpu"))
-    options.check_precision("fp32", gpu)
+    tasks.check_precision("bf16", torch.device("cpu"))
+    tasks.check_precision("fp32", gpu)
     with pytest.raises(ValueError, match="Tesla T4 has no bf16 units; use --precision fp32"):
-        options.check_precision("bf16", gpu)
+        tasks.check_precision("bf16", gpu)
 
 
 def test_fp16_is_refused_on_a_cpu():
-    options.check_precision("fp16", torch.device("cuda", 0))
+    tasks.check_precision("fp16", torch.device("cuda", 0))
     with pytest.raises(ValueError, match="fp16 needs a GPU"):
-        options.check_precision("fp16", torch.device("cpu"))
+        tasks.check_precision("fp16", torch.device("cpu"))
 
 
 # --- the end of a script --------------------------------------------------------------------------------------------
@@ -247,7 +248,7 @@ STOPPED = [
 ]  # fmt: skip
 STOP = """
 import json, os, signal, sys, time
-from shared import runs, script
+from shared.running import runs, script
 from shared.distributed import Worker
 from shared.errors import UsageError
 
@@ -287,7 +288,7 @@ def test_a_signal_ends_a_run_whatever_fails(tmp_path):
 
 SIGNALLED = """
 import os, signal, sys, time
-from shared import runs, script
+from shared.running import runs, script
 from shared.distributed import Worker
 
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -318,7 +319,7 @@ def test_every_signal_that_ends_a_process_ends_a_run_with_its_hint_except_a_clos
 LOADS_WITH_WORKERS = """
 import sys
 from torch.utils.data import DataLoader
-from shared import runs, script
+from shared.running import runs, script
 from shared.distributed import Worker
 
 script.stop_on_signals(Worker(), runs.Run("runs/mine"))
@@ -389,7 +390,7 @@ def test_paths_of_this_machine_are_no_uris_and_know_the_home(option, monkeypatch
 
 def test_a_killed_script_has_written_its_lines():
     """Those that Ray forwards from the workers are printed without a flush."""
-    code = "import os; from shared import script; script.run_main(lambda: (print('a line'), os._exit(0)))"
+    code = "import os; from shared.running import script; script.run_main(lambda: (print('a line'), os._exit(0)))"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert done.stdout == "a line\n", done.stderr

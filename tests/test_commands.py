@@ -25,9 +25,10 @@ from markdown_pages import blocks, copied_out, needs, section
 from notebook_rules import repository_files
 
 import ray_images
-from shared import restarts, sampling
+from shared import sampling
 from shared.errors import UsageError
 from shared.on_ray import cluster, storage
+from shared.running import restarts
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = "04-ray-in-production/program"
@@ -752,15 +753,15 @@ def test_pytest_finds_a_chapter_s_lessons():
 # --- copied out ------------------------------------------------------------------------------------------------------
 
 FIRST = {
-    "checkpoint", "datasets", "distributed", "errors", "lease", "measure", "models", "options", "paths", "progress",
-    "rendezvous", "restarts", "runs", "sampling", "script", "tasks",
+    "checkpoint", "datasets", "distributed", "errors", "measure", "models", "paths", "rendezvous", "running",
+    "sampling", "tasks",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("script", "before", "named"), [
     ("01-ddp-pytorch-only/train_ddp.py", None, FIRST),
     ("02-ddp-pytorch-ray/train_ray_ddp.py", "01-ddp-pytorch-only/train_ddp.py",
-     {"cluster", "command_line", "storage", "workers", "sharded"}),
+     {"on_ray", "sharded"}),
     ("02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ray_images"}),
     ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", set()),
     ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ds_settings", "zero"}),
@@ -780,9 +781,9 @@ def program_needs() -> set[str]:
 
 
 def test_what_travels_with_the_program_is_what_its_page_says():
-    all_of_them = {path.stem for folder in ("shared", "shared/on_ray") for path in (ROOT / folder).glob("*.py")}
-    assert all_of_them - {"__init__"} - program_needs() == {"command_line", "doctor", "plots"}
-    assert "all except `checks/`, `command_line`, `doctor` and `plots`" in section(f"{PROGRAM}/README.md")
+    all_of_them = {path.stem for path in (ROOT / "shared").glob("*")} - {"__init__", "__pycache__"}
+    assert all_of_them - program_needs() == {"doctor", "plots"}
+    assert "all except `doctor` and `plots`" in section(f"{PROGRAM}/README.md")
 
 
 def test_a_copy_of_the_program_has_all_that_it_imports(tmp_path):
@@ -790,7 +791,7 @@ def test_a_copy_of_the_program_has_all_that_it_imports(tmp_path):
     page = f"{PROGRAM}/README.md"
     copied_out(page, tmp_path)
     copy = tmp_path / "classifier"
-    assert {path.stem for path in (copy / "src").rglob("*.py")} >= program_needs()
+    assert {path.stem for path in (copy / "src").rglob("*")} >= program_needs()
     assert "cd ~/classifier && PYTHONPATH=src python -m training.local_training" in section(page)
     assert (copy / "src/training/local_training.py").is_file() and (copy / "config").is_dir()
     assert all((copy / f"src/{name}/__init__.py").is_file() for name in ("training", "shared"))  # so pip finds both

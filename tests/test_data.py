@@ -21,7 +21,7 @@ import ray_images
 from shared import datasets, models, sampling, tasks
 from shared.distributed import Worker
 from shared.errors import UsageError
-from shared.progress import Progress
+from shared.running.progress import Progress
 
 # --- digits and synthetic --------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from runs import ROOT, refused_here
 
 from shared.distributed import Worker
 from shared.on_ray import cluster
-from shared.options import Options
+from shared.running.options import Options
 
 DEEPSPEED = ROOT / "03-fsdp-deepspeed/train_ray_deepspeed.py"
 NOT_GIVEN = {"batch_size": 64, "lr": 1e-3, "precision": "fp32", "zero_stage": 0}

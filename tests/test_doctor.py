@@ -71,6 +71,12 @@ def installed(monkeypatch):
     return packages
 
 
+def test_checks_that_came_with_a_pull_have_to_be_installed(capsys, monkeypatch):
+    monkeypatch.setattr(doctor, "FIND_CHECKS", doctor.FIND_CHECKS.replace("'checks'", "'checks_of_the_future'"))
+    (said,) = failures(capsys)
+    assert said.startswith("`checks`, of the exercises, is not installed: run `python") and "requirements.txt" in said
+
+
 def test_packages_that_differ_from_their_pins_are_named(tmp_path, installed):
     requirements = tmp_path / "requirements.txt"
     requirements.write_text(

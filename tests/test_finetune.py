@@ -26,7 +26,7 @@ from runs import ROOT, Fork, assert_bit_for_bit, refused_here
 from torch.distributed.checkpoint import FileSystemReader
 
 from shared.errors import UsageError
-from shared.options import Options
+from shared.running.options import Options
 
 RECORDED = ROOT / "tests/recorded_finetune.py"
 
@@ -343,7 +343,7 @@ def test_state_in_float32_takes_16_bytes_a_trained_weight_and_4_a_frozen_one(exp
 ])  # fmt: skip
 def test_the_default_learning_rate(options, lr):
     import pairs
-    from shared.on_ray.command_line import ray_parser
+    from shared.on_ray.options import ray_parser
 
     assert ray_parser("", (pairs.PairTask,)).parse_args(options).lr == pytest.approx(lr)
 

@@ -1,4 +1,4 @@
-"""shared.lease: one writer per run."""
+"""shared.running.lease: one writer per run."""
 
 import json
 import os
@@ -13,14 +13,15 @@ import pytest
 import torch
 from runs import LIMIT, ROOT, Fork
 
-from shared import checkpoint, lease, runs
+from shared import checkpoint
 from shared.distributed import Worker
 from shared.errors import UsageError
 from shared.on_ray.storage import RayRun
+from shared.running import lease, runs
 
 HOLDS = """
 import sys, time
-from shared import lease, runs
+from shared.running import lease, runs
 from shared.distributed import Worker
 run = runs.Run(sys.argv[1])
 run.make_folder()
@@ -144,7 +145,7 @@ def test_of_a_different_host_only_the_age_tells_and_it_is_waited_for(run, monkey
 def test_a_different_host_that_renews_is_alive(run, monkeypatch):
     lease.acquire(run, Worker())
     become_a_different_host(run, age_s=10)
-    monkeypatch.setattr("shared.lease.time.sleep", lambda seconds: os.utime(Path(run.folder, lease.NAME)))
+    monkeypatch.setattr("shared.running.lease.time.sleep", lambda seconds: os.utime(Path(run.folder, lease.NAME)))
     with pytest.raises(ValueError, match=r"is being written by process .* on far-away"):
         lease.acquire(again(run), Worker())
 

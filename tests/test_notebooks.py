@@ -28,7 +28,7 @@ from notebook_rules import (
     writes_only_under_runs,
 )
 
-from shared import checks
+import checks
 
 # --- the rules, applied ----------------------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ LESSON = [
 | **You will be able to** | keep rules |
 
 ![a picture](figure.svg) and [a heading](README.md#the-first-heading).""",
-    "%%CODE\nimport os\n\nfrom shared import checks\n\nos.environ.setdefault('OMP_NUM_THREADS', '1')",
+    "%%CODE\nimport os\n\nimport checks\n\nos.environ.setdefault('OMP_NUM_THREADS', '1')",
     "The knobs of this lesson.",
     "%%CODE\nEPOCHS = int(os.getenv('EPOCHS', 2))\nFOLDER = 'runs/lesson-3-1'",
     "A script, and how to run it:",
@@ -126,7 +126,7 @@ Rules. This lesson wrote only to `runs/lesson-3-1/`.
 ]
 SOLUTION = [
     "# Solutions to 3.1 A small lesson\n\nOf [the lesson](../01_small.ipynb).",
-    "%%CODE\nfrom shared import checks",
+    "%%CODE\nimport checks",
     "**3.1a** The answer:",
     "%%CODE\ndef answer():\n    return 42\n\n\nchecks.exercise_3_1a(answer, strict=True)",
     "Back to [lesson 3.1](../01_small.ipynb).",

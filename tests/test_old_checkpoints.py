@@ -101,7 +101,7 @@ def test_shards_of_fsdp2_and_deepspeed_are_read(folder, tmp_path):
 def test_a_run_of_the_program_goes_on(folder, monkeypatch, capsys):
     from training import local_training
 
-    monkeypatch.setattr("shared.script.stop_on_signals", lambda *_, **__: None)  # this process goes on
+    monkeypatch.setattr("shared.running.script.stop_on_signals", lambda *_, **__: None)  # this process goes on
 
     changes = ("dataset.kind=synthetic", "dataset.num_samples=200", "model.kind=mlp", "model.hidden_dim=8",
                "training.batch_size=80", "training.epochs=2", f"paths.model_save_dir={folder}",

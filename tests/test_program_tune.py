@@ -11,8 +11,8 @@ from runs import ROOT
 from training import config as configuration
 from training import tune
 
-from shared import lease
 from shared.errors import RunFailed, UsageError
+from shared.running import lease
 
 SYNTHETIC = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=200", "training.batch_size=10")
 

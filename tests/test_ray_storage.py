@@ -16,11 +16,12 @@ import ray
 import torch
 
 import zero
-from shared import checkpoint, lease, runs, sharded, tasks
+from shared import checkpoint, sharded, tasks
 from shared.distributed import Worker, fail_together
 from shared.errors import UsageError
-from shared.on_ray import command_line, storage, workers
+from shared.on_ray import options, storage, workers
 from shared.on_ray.storage import RayRun
+from shared.running import lease, runs
 
 
 def save(folder: Path, step: int, **more: object) -> Path:
@@ -49,7 +50,7 @@ def snapshot(folder: Path, *names: str) -> Path:
 
 
 def arguments(*words: str) -> argparse.Namespace:
-    return command_line.ray_parser("", [tasks.ImageTask]).parse_args(words)
+    return options.ray_parser("", [tasks.ImageTask]).parse_args(words)
 
 
 def test_the_newest_readable_checkpoint_is_found(tmp_path):

@@ -22,6 +22,7 @@ from packaging.utils import canonicalize_name
 
 PROGRAM = "04-ray-in-production/program"
 SHARED = sorted((ROOT / "shared").rglob("*.py"))
+CHECKS = sorted((ROOT / "checks").glob("*.py"))
 
 
 def text_of(path: Path) -> str:
@@ -94,8 +95,8 @@ def packages(requirements: Iterable[str]) -> set[str]:
 
 
 LOCAL = {
-    "shared", "training", "ray_images", "ds_settings", "zero", "train_ddp", "pairs", "pretrained", "tiny_base",
-    "rank_tools",
+    "checks", "shared", "training", "ray_images", "ds_settings", "zero", "train_ddp", "pairs", "pretrained",
+    "tiny_base", "rank_tools",
 }  # fmt: skip
 
 
@@ -181,20 +182,22 @@ def test_drawings_fetch_nothing():
     ] == []
 
 
-@pytest.mark.parametrize("path", SHARED, ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [*SHARED, *CHECKS], ids=lambda path: path.name)
 def test_what_shared_offers_is_documented(path):
     assert undocumented(path.read_text()) == []
 
 
-def test_a_wheel_holds_all_of_shared(tmp_path):
-    """Ray's workers and other machines may get `shared` as a package, its folder of checks included."""
-    shutil.copytree(ROOT / "shared", tmp_path / "shared", ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_wheel_holds_all_of_shared_and_checks(tmp_path):
+    """Ray's workers and other machines may get `shared` as a package, and a learner's machine both."""
+    for name in ("checks", "shared"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "."]
     subprocess.run(command, cwd=tmp_path, check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    held = {name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")}
-    assert held == {path.relative_to(ROOT).as_posix() for path in SHARED} and "shared/checks/chapter_1.py" in held
+    held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
+    files = [path for name in ("checks", "shared") for path in repository_files() if path.is_relative_to(ROOT / name)]
+    assert held == {path.relative_to(ROOT).as_posix() for path in files} and "checks/chapter_1.py" in held
 
 
 @pytest.mark.parametrize("folder", [".", PROGRAM])
@@ -212,10 +215,18 @@ def test_the_workshop_asks_for_what_shared_and_the_training_scripts_import():
     """Ray and DeepSpeed are extras: no module of `shared` outside of `on_ray` imports them."""
     needed, extras = packages(project(".")["dependencies"]), project(".")["optional-dependencies"]
     scripts = [path for chapter in ("01", "02", "03") for path in ROOT.glob(f"{chapter}-*/*.py")]
-    assert needed | packages(chain(*extras.values())) == set().union(*map(imported, [*SHARED, *scripts]))
+    assert needed | packages(chain(*extras.values())) == set().union(*map(imported, [*SHARED, *CHECKS, *scripts]))
     assert packages(extras["deepspeed"]) == {"deepspeed", "hjson", "pydantic"}
     for path in SHARED:
-        assert path.parent.name in ("on_ray", "checks") or imported(path) <= needed, path
+        assert path.parent.name == "on_ray" or imported(path) <= needed, path
+
+
+def test_no_worker_needs_the_checks():
+    """They judge where the learner works: a worker, or a rank that a check starts, gets no more than `shared`."""
+    programs = [path for path in repository_files() if path.suffix == ".py" and not path.is_relative_to(ROOT / "tests")]
+    on_workers = [path for path in programs if path not in CHECKS]
+    assert ROOT / "checks/machinery.py" not in on_workers and len(on_workers) > 60
+    assert [path for path in on_workers if re.search(r"^\s*(import|from) checks\b", path.read_text(), re.M)] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/scripts.md", "docs/what-else.md", "CHANGELOG.md"])
@@ -227,9 +238,10 @@ def test_the_pages_name_the_pinned_versions(page):
 
 def test_importing_shared_never_imports_ray():
     """Apart from `shared.on_ray`, which is there for that."""
-    names = [f"shared.{path.stem}" for path in SHARED if path.parent.name == "shared" and path.stem != "__init__"]
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SHARED if path.stem != "__init__"]
+    names = [name for name in modules if not name.startswith("shared.on_ray.")]
     code = f"import sys, {', '.join(names)}; assert not {{'ray', 'deepspeed'}} & sys.modules.keys()"
-    assert len(names) > 12 and subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert len(names) > 17 and subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
 def test_the_program_asks_for_what_it_and_its_part_of_shared_import():

@@ -1,4 +1,4 @@
-"""shared.runs, restarts and progress: opening a run, its progress and metrics, and how it continues."""
+"""shared.running.runs, restarts and progress: opening a run, its progress and metrics, and how it continues."""
 
 import json
 import math
@@ -15,11 +15,12 @@ import pytest
 import torch
 from runs import ROOT, progress_options
 
-from shared import checkpoint, lease, options, restarts, runs, tasks
+from shared import checkpoint, tasks
 from shared.distributed import Worker
 from shared.errors import UsageError
-from shared.progress import LINE_EVERY_S, Progress, write_metrics
-from shared.restarts import RestartableRun
+from shared.running import lease, options, restarts, runs
+from shared.running.progress import LINE_EVERY_S, Progress, write_metrics
+from shared.running.restarts import RestartableRun
 
 pytestmark = pytest.mark.usefixtures("plain_python")
 
@@ -175,7 +176,7 @@ def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monk
 def test_a_process_finds_its_agent_even_through_a_wrapper(monkeypatch):
     """The agent is the first process above it that does not have the variable which agents give to their processes."""
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    script = [sys.executable, "-c", "from shared import restarts; print(restarts.note_name())"]
+    script = [sys.executable, "-c", "from shared.running import restarts; print(restarts.note_name())"]
     starts_it = "import os, subprocess, sys; os.environ['TORCHELASTIC_RUN_ID'] = 'none'; subprocess.run(sys.argv[1:])"
 
     def note_of(*command: str) -> str:
@@ -365,8 +366,8 @@ def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsy
     """Every few seconds: the steps, this rank's own loss since the last line, the speed and the time left."""
     assert LINE_EVERY_S == 5 and "Every five seconds rank 0 prints a line" in (ROOT / "docs/scripts.md").read_text()
     clock = iter(range(0, 100, 2))
-    monkeypatch.setattr("shared.progress.time.perf_counter", lambda: next(clock))
-    monkeypatch.setattr("shared.progress.LINE_EVERY_S", 3)
+    monkeypatch.setattr("shared.running.progress.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("shared.running.progress.LINE_EVERY_S", 3)
     progress = Progress(progress_options(4, epochs=2, quiet=quiet), Worker(rank, world_size=2), 12, options={})
     progress.start_steps()  # at 0 s
     for loss in (1.0, 2.0, 3.0):
@@ -382,7 +383,7 @@ def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsy
 @pytest.mark.parametrize("quiet", [False, True])
 def test_in_a_notebook_a_bar_takes_the_place_of_the_lines(quiet, monkeypatch, capsys):
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
-    monkeypatch.setattr("shared.progress.LINE_EVERY_S", 0)
+    monkeypatch.setattr("shared.running.progress.LINE_EVERY_S", 0)
     progress = Progress(progress_options(4, epochs=2, quiet=quiet), Worker(), 12, options={})
     progress.start_steps()
     for _ in range(3):

@@ -16,9 +16,10 @@ from runs import ROOT
 from slurm import FILES, SCONTROL, job, with_stand_ins
 from torch.distributed.run import get_args_parser
 
-from shared import distributed, options, tasks
+from shared import distributed, tasks
 from shared.errors import UsageError
-from shared.on_ray import command_line
+from shared.on_ray import options as ray_options
+from shared.running import options
 
 PAGE = ROOT / "docs/slurm.md"
 TASKS = (tasks.ImageTask, tasks.TextTask)
@@ -121,7 +122,7 @@ def test_ray_and_the_script_know_their_options(started):
     assert words[command + 1 : command + 5] == ["env", "RAY_ADDRESS=node-1:6379", "bash", "-c"]
     place = command + 7  # after bash's command and name
     assert (ROOT / words[place]).name == "train_ray_ddp.py" and (ROOT / words[place]).is_file()
-    script = parsed(command_line.elastic_parser("", TASKS), words[place + 1 :])
+    script = parsed(ray_options.elastic_parser("", TASKS), words[place + 1 :])
     assert (script.num_workers, script.run_name, script.epochs) == (8, "train_ray_ddp-8421", 20)
 
 

@@ -11,7 +11,7 @@ from runs import ROOT, Fork, assert_resumes_on_one_worker, progress_options, ref
 
 from shared import datasets, measure, models
 from shared.distributed import Worker
-from shared.progress import Progress
+from shared.running.progress import Progress
 
 DDP = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
 FSDP2 = ROOT / "03-fsdp-deepspeed/train_ray_fsdp2.py"

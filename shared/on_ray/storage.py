@@ -16,12 +16,13 @@ import psutil
 import pyarrow.fs
 import ray.train
 
-from shared import checkpoint, lease, runs, sharded
+from shared import checkpoint, sharded
 from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects, retry, wait_for_all
 from shared.errors import UsageError
-from shared.lease import pid_namespace
 from shared.paths import path_or_uri
-from shared.progress import write_metrics
+from shared.running import lease, runs
+from shared.running.lease import pid_namespace
+from shared.running.progress import write_metrics
 
 STATE_FILE = "state.pt"
 SNAPSHOT_FILE = "checkpoint_manager_snapshot.json"  # Ray's own list of a run's checkpoints

@@ -14,12 +14,12 @@ from ray.train.torch import TorchConfig, TorchTrainer, get_device
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shared import lease
 from shared.distributed import Worker
 from shared.errors import RunFailed, StorageError, UsageError
 from shared.on_ray import cluster
 from shared.on_ray.storage import MetricsFile, RayRun
 from shared.rendezvous import choose_gloo_interface
+from shared.running import lease
 
 MAX_FIT_ATTEMPTS = 4
 

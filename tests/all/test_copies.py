@@ -46,7 +46,7 @@ def test_a_copy_trains_on_data_of_ones_own(name, launch, options, clean_python, 
     copied_out(str(Path(name).parent / "README.md"), tmp_path)
     job = tmp_path / "job"
     script = job / Path(name).name
-    kept = needs(ROOT / name) | {"__init__", "on_ray"}
+    kept = needs(ROOT / name) | {"__init__"}
     for path in (job / "shared").glob("*"):
         if path.stem not in kept:
             shutil.rmtree(path) if path.is_dir() else path.unlink()

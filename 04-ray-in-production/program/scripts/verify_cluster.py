@@ -35,13 +35,14 @@ import torch.distributed as dist
 from ray.train.torch import TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from shared import checkpoint, script
+from shared import checkpoint
 from shared.distributed import Worker, gather_objects
 from shared.errors import UsageError
 from shared.on_ray import cluster, workers
 from shared.on_ray.storage import STATE_FILE, report
-from shared.options import Parser, positive_int
 from shared.paths import local_path
+from shared.running import script
+from shared.running.options import Parser, positive_int
 
 PACKAGES = ("ray", "torch", "numpy", "pyarrow")
 CLOCKS_S = 1.0  # how much two clocks may differ; the names of checkpoints and the lines of logs contain times

@@ -12,7 +12,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared.errors import UsageError
-from shared.options import Parser, run_name
+from shared.running.options import Parser, run_name
 
 
 def reject_bool(value: object) -> object:

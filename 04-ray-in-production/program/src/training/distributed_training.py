@@ -15,9 +15,10 @@ from ray.train.torch import TorchTrainer
 
 import shared
 import training
-from shared import distributed, script
+from shared import distributed
 from shared.errors import UsageError
 from shared.on_ray import cluster, storage, workers
+from shared.running import script
 from training import config as configuration
 from training import data, trainer, utils
 

@@ -9,7 +9,8 @@ It computes the same as distributed_training.py.
 
 from pathlib import Path
 
-from shared import distributed, restarts, script
+from shared import distributed
+from shared.running import restarts, script
 from training import config as configuration
 from training import data, trainer, utils
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import torch
 
-from shared import options, script
 from shared.distributed import Worker, fail_together
 from shared.errors import UsageError
 from shared.paths import path_or_uri
+from shared.running import options, script
 from shared.sampling import rank_loader
 from training import data, model, utils
 from training.config import Config

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shared import checkpoint, distributed, options
+from shared import checkpoint, distributed, tasks
 from shared.distributed import Worker
-from shared.progress import Progress
+from shared.running import options
+from shared.running.progress import Progress
 from shared.sampling import check_divisible, rank_loader
 from training import data, model, utils
 from training.config import Config
@@ -48,7 +49,7 @@ def train(
     every rank if the settings do not fit.
     """
     with distributed.fail_together():
-        options.check_precision(config.training.precision, worker.device)
+        tasks.check_precision(config.training.precision, worker.device)
         splits = distributed.retry(lambda: data.load(config, folders.data), patience_s)
         check_divisible(config.training.batch_size, worker.world_size)
         if len(splits.train) < worker.world_size:

@@ -26,9 +26,10 @@ from ray.tune.search import BasicVariantGenerator
 
 import shared
 import training
-from shared import checkpoint, distributed, script
+from shared import checkpoint, distributed
 from shared.errors import RunFailed, UsageError
 from shared.on_ray import cluster, storage
+from shared.running import script
 from training import config as configuration
 from training import data, distributed_training, trainer, utils
 from training.config import Config

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import torch
 
-from shared import checkpoint, lease, progress
+from shared import checkpoint
 from shared.distributed import Worker, fail_together
 from shared.on_ray.storage import RayRun
-from shared.runs import Run
+from shared.running import lease, progress
+from shared.running.runs import Run
 from training.config import Config
 
 

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from shared import models, rendezvous
-from shared.checks.machinery import (
+from checks.machinery import (
     Wrong,
     exercise,
     expect_answers,
@@ -25,6 +24,7 @@ from shared.checks.machinery import (
     run_ranks,
     run_script,
 )
+from shared import models, rendezvous
 
 # --- Lesson 1.1: one process ---------------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from shared import lease
 from shared.distributed import Worker, rank_from_environment
 from shared.errors import RunFailed, UsageError
-from shared.runs import Run
+from shared.running import lease
+from shared.running.runs import Run
 
 STOPPING = threading.Event()
 

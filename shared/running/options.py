@@ -7,8 +7,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TextIO
 
-import torch
-
 from shared.distributed import rank_from_environment
 from shared.errors import UsageError
 from shared.paths import local_path
@@ -126,14 +124,3 @@ def training_parser(
     for task in tasks:
         task.add_options(parser)
     return parser
-
-
-def check_precision(precision: str, device: torch.device) -> None:
-    """Raise ValueError if the device cannot compute in this precision.
-
-    fp16 needs a GPU. bf16 on a GPU needs bf16 units, because it would be emulated without them.
-    """
-    if precision == "fp16" and device.type == "cpu":
-        raise ValueError("--precision fp16 needs a GPU; on a CPU use fp32 or bf16")
-    if precision == "bf16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
-        raise ValueError(f"{torch.cuda.get_device_name(device)} has no bf16 units; use --precision fp32")

@@ -9,8 +9,9 @@ import time
 import uuid
 from pathlib import Path
 
-from shared import checkpoint, lease
+from shared import checkpoint
 from shared.distributed import Worker, fail_together
+from shared.running import lease
 
 SEARCH = "experiment_state"  # the prefix of Ray Tune's own files
 
@@ -21,11 +22,11 @@ class Run:
     options: those that decide what the run computes. They are saved in its checkpoints.
     """
 
-    restarted = False  # whether a launcher has restarted this run (`shared.restarts`)
+    restarted = False  # whether a launcher has restarted this run (`shared.running.restarts`)
 
     def __init__(self, folder: Path | str, options: dict | None = None) -> None:
         self.folder, self.options = folder, options or {}
-        self.token = uuid.uuid4().hex  # shared by the processes that may write to the run (`shared.lease`)
+        self.token = uuid.uuid4().hex  # shared by the processes that may write to the run (`shared.running.lease`)
         self.is_leased = False
         # Set from the checkpoint that `open_or_resume` has read:
         self.resumed_from: Path | str | None = None

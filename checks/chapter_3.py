@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from shared.checks import machinery
-from shared.checks.machinery import Wrong, exercise, expect_answers, expect_close, refuse_stub, reports_of_ranks
+from checks import machinery
+from checks.machinery import Wrong, exercise, expect_answers, expect_close, refuse_stub, reports_of_ranks
 
 # --- Lesson 3.1: where memory goes -----------------------------------------------------------------------------------
 

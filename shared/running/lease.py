@@ -26,7 +26,7 @@ held: "Lease | None" = None  # the lease that this process holds
 
 
 class Run(Protocol):
-    """The part of `shared.runs.Run` that a lease uses: a token, and small files in the run's folder."""
+    """The part of `shared.running.runs.Run` that a lease uses: a token, and small files in the run's folder."""
 
     folder: object
     token: str

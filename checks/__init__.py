@@ -3,7 +3,7 @@
 In a lesson a check prints what is still wrong; with `strict=True`, as in the solutions, it raises AssertionError.
 """
 
-from shared.checks.chapter_1 import (  # noqa: F401
+from checks.chapter_1 import (  # noqa: F401
     exercise_1_1a,
     exercise_1_1b,
     exercise_1_1c,
@@ -19,7 +19,7 @@ from shared.checks.chapter_1 import (  # noqa: F401
     exercise_1_5b,
     exercise_1_6a,
 )
-from shared.checks.chapter_2 import (  # noqa: F401
+from checks.chapter_2 import (  # noqa: F401
     exercise_2_1a,
     exercise_2_1b,
     exercise_2_2a,
@@ -31,7 +31,7 @@ from shared.checks.chapter_2 import (  # noqa: F401
     exercise_2_4c,
     exercise_2_5a,
 )
-from shared.checks.chapter_3 import (  # noqa: F401
+from checks.chapter_3 import (  # noqa: F401
     exercise_3_1a,
     exercise_3_1b,
     exercise_3_1c,
@@ -45,14 +45,14 @@ from shared.checks.chapter_3 import (  # noqa: F401
     exercise_3_5a,
     exercise_3_5b,
 )
-from shared.checks.chapter_3_finetuning import (  # noqa: F401
+from checks.chapter_3_finetuning import (  # noqa: F401
     exercise_3_6a,
     exercise_3_6b,
     exercise_3_7a,
     exercise_3_7b,
     exercise_3_8a,
 )
-from shared.checks.chapter_4 import (  # noqa: F401
+from checks.chapter_4 import (  # noqa: F401
     exercise_4_1a,
     exercise_4_1b,
     exercise_4_1c,
@@ -69,4 +69,4 @@ from shared.checks.chapter_4 import (  # noqa: F401
     exercise_4_5b,
     exercise_4_5c,
 )
-from shared.checks.chapter_5 import exercise_5_1a, exercise_5_1b  # noqa: F401
+from checks.chapter_5 import exercise_5_1a, exercise_5_1b  # noqa: F401

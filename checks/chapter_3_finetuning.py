@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from shared.checks.machinery import Wrong, exercise, expect_success, refuse_stub, reports_of_ranks, run_command
+from checks.machinery import Wrong, exercise, expect_success, refuse_stub, reports_of_ranks, run_command
 
 # --- Lesson 3.6: from a pretrained folder into shards, and back ------------------------------------------------------
 

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from shared import models
-from shared.checks.machinery import (
+from checks.machinery import (
     Wrong,
     exercise,
     expect_answers,
@@ -24,6 +23,7 @@ from shared.checks.machinery import (
     run_script,
     run_scripts,
 )
+from shared import models
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
 
@@ -307,7 +307,7 @@ import json, runpy, sys
 import torch
 from torch.nn.parallel import DistributedDataParallel
 from shared import distributed
-from shared.checks import chapter_2
+from checks import chapter_2
 
 rank, steps = distributed.join(timeout_s=20).rank, []
 folder, path, sizes, broken_rank = sys.argv[1:]

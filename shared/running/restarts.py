@@ -13,10 +13,11 @@ from pathlib import Path
 
 import psutil
 
-from shared import checkpoint, runs
+from shared import checkpoint
 from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects
 from shared.errors import UsageError
-from shared.lease import start_time
+from shared.running import runs
+from shared.running.lease import start_time
 
 
 class RestartableRun(runs.Run):

@@ -4,7 +4,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 
-from shared.checks.machinery import Wrong, exercise, expect_close
+from checks.machinery import Wrong, exercise, expect_close
 
 # --- Lesson 4.1: failures --------------------------------------------------------------------------------------------
 

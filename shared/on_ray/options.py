@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shared.distributed import FROM_TORCHRUN
 from shared.errors import UsageError
-from shared.options import Parser, checked, training_parser
+from shared.running.options import Parser, checked, training_parser
 from shared.tasks import Task
 
 SHARED_FOLDER = Path("/mnt/cluster_storage")  # on every node of an Anyscale cluster
