@@ -1,7 +1,7 @@
 """Train with five DeepSpeed engines on two ranks, runs A to E, and print the ranks' logs, for exercise 3.4a.
 
 Four of the runs contain one mistake each. `MISTAKES` below names them, so solve the exercise before you read on.
-The logs in five_engines.txt were recorded with
+The logs in checks/data/deepspeed_step_logs.txt were recorded with
 
     torchrun --standalone --nproc-per-node 2 five_engines.py
 """

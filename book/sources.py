@@ -24,7 +24,7 @@ BOOK = Path(__file__).parent
 ROOT = BOOK.parent
 COPIED = ("0*-*", "docs", "benchmarks", "checks", "shared", "tests", "*.md", "requirements*.txt")
 COPIED += ("Makefile", "pyproject.toml")
-NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "runs", "logs", "data", "*.egg-info", "yours-*")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "runs", "logs", "data", "*.egg-info", "yours-*")
 LANGUAGES = {
     ".py": "python", ".sh": "bash", ".yaml": "yaml", ".json": "json", ".toml": "toml", ".txt": "text",
     ".sbatch": "bash",
@@ -40,7 +40,7 @@ def lay_out(source: Path, outputs: Path | None) -> None:
     """Fill the folder `source`. With `outputs` lessons are run, or their outputs taken from that folder."""
     for path in sorted({path for pattern in COPIED for path in ROOT.glob(pattern)}):
         if path.is_dir():
-            shutil.copytree(path, source / path.name, ignore=NOT_COPIED)
+            shutil.copytree(path, source / path.name, ignore=not_copied)
         else:
             shutil.copy(path, source)
     originals = [path for path in sorted(source.rglob("*")) if path.suffix in (".md", ".ipynb")]
@@ -63,6 +63,11 @@ def lay_out(source: Path, outputs: Path | None) -> None:
     (source / "api/index.md").write_text(modules_page())
     (source / "glossary.md").write_text(glossary())
     (source / "index.md").write_text(start_page(os.environ.get("REPOSITORY_URL")))
+
+
+def not_copied(folder: str, names: list[str]) -> set[str]:
+    """The names in a folder that the book leaves out: what .gitignore does. checks/data belongs to the repository."""
+    return LEFT_OUT(folder, names) - ({"data"} if Path(folder) == ROOT / "checks" else set())
 
 
 # --- links -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """The exercise checks: `checks.exercise_1_2a(answer)` is exercise 1.2a, the first one of lesson 1.2.
 
 In a lesson a check prints what is still wrong; with `strict=True`, as in the solutions, it raises AssertionError.
+Some exercises start from a recording: `checks.recorded("hung_job_stacks.txt")` returns what it holds.
 """
 
 from checks.chapter_1 import (  # noqa: F401
@@ -70,3 +71,4 @@ from checks.chapter_4 import (  # noqa: F401
     exercise_4_5c,
 )
 from checks.chapter_5 import exercise_5_1a, exercise_5_1b  # noqa: F401
+from checks.recordings import recorded  # noqa: F401

@@ -446,7 +446,7 @@ def exercise_1_3c(script: str | Path) -> None:
 
 @exercise("1.4a", "in float32 a bug can look like rounding; float64 tells them apart.")
 def exercise_1_4a(diagnose: Callable[[], dict[str, str]]) -> None:
-    """diagnose() -> for each port in three_ports.json "rounding", "before the update" or "in the update"."""
+    """diagnose() -> for each port in ported_script_losses.json "rounding", "before the update" or "in the update"."""
     answers = ("rounding", "before the update", "in the update")
     seen = diagnose()
     expect_answers(seen, "ABC", answers)
@@ -502,7 +502,7 @@ def exercise_1_4b(script: str | Path) -> None:
 
 @exercise("1.5a", "the same last line can have two causes: the logs of all nodes tell which.")
 def exercise_1_5a(diagnose: Callable[[], dict[str, str]]) -> None:
-    """diagnose() -> for each launch in failed_launches.txt its cause."""
+    """diagnose() -> for each launch in failed_multinode_launches.txt its cause."""
     answers = ("missing agent", "wrong id", "wrong endpoint", "wrong interface", "missing package")
     seen = diagnose()
     expect_answers(seen, "ABCD", answers)

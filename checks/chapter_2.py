@@ -17,6 +17,7 @@ from checks.machinery import (
     expect_answers,
     expect_close,
     expect_success,
+    probe,
     refuse_stub,
     reports_of_ranks,
     run_command,
@@ -43,29 +44,13 @@ def exercise_2_1a(script: str | Path) -> None:
         )
 
 
-PORT_RUNNER = """
-import importlib.util, os, sys
-import torch
-from ray.train import ScalingConfig
-from ray.train.torch import TorchTrainer
-
-spec = importlib.util.spec_from_file_location("ported", sys.argv[1])
-ported = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(ported)
-returned = TorchTrainer(ported.train_function, scaling_config=ScalingConfig(num_workers=0)).fit().return_value
-if os.environ.get("RANK", "0") == "0":
-    torch.save(returned, sys.argv[2])
-"""
-
-
 def run_port(script: str | Path, num_workers: int) -> dict:
     """Run the port's training function in Ray's local mode on this many processes; return what rank 0 returns."""
     where = "on one worker" if num_workers == 1 else "on two workers"
     with tempfile.TemporaryDirectory() as folder:
-        runner, results = Path(folder, "runner.py"), Path(folder, "results.pt")
-        runner.write_text(PORT_RUNNER)
+        results = Path(folder, "results.pt")
         try:
-            start_port(num_workers, str(runner), str(script), str(results))
+            start_port(num_workers, str(probe("ray_local_mode")), str(script), str(results))
         except Wrong as error:
             hints = {
                 "'module'": "prepare_model did not wrap this model. When does it, and when does it not?",
@@ -138,7 +123,7 @@ def expect_every_test_image(one: dict, two: dict) -> None:
 
 @exercise("2.1b", "you count draws over all ranks, and compare the epochs.")
 def exercise_2_1b(diagnose: Callable[[], dict[str, str]]) -> None:
-    """diagnose() -> for each loader in four_loaders.json what is wrong with it."""
+    """diagnose() -> for each loader in dataloader_sample_ids.json what is wrong with it."""
     answers = ("nothing", "padding", "no set_epoch", "different seeds", "not split")
     seen = diagnose()
     expect_answers(seen, "ABCD", answers)
@@ -171,7 +156,7 @@ CAUSES_OF_HANGS = {  # what speaks against each cause where it is wrong
 
 @exercise("2.2a", "the odd rank holds the others up, and ranks at the same line need not be in the same collective.")
 def exercise_2_2a(diagnose: Callable[[], dict[str, tuple[int | None, str]]]) -> None:
-    """diagnose() -> for each job in hung_jobs.txt the rank to look at, and the cause."""
+    """diagnose() -> for each job in hung_job_stacks.txt the rank to look at, and the cause."""
     seen = diagnose()
     if not isinstance(seen, dict) or set(seen) != set(HUNG_JOBS):
         raise Wrong(f"return a dict with the keys A, B, C and D; yours is {seen!r}")
@@ -194,35 +179,6 @@ def exercise_2_2a(diagnose: Callable[[], dict[str, tuple[int | None, str]]]) -> 
             raise Wrong(f"job {job}: the cause is right, but look again for the rank. {hint}")
 
 
-# Runs under torchrun: calls the learner's function with this rank's model, case by case.
-CALL_DIFFERING_PARAMETERS = """
-import datetime, json, runpy, sys
-import torch
-import torch.distributed as dist
-
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=30))
-dist.barrier()  # gloo: a rank that leaves while another one still connects breaks that one's start
-folder, path, cases = sys.argv[1:]
-rank, function, reports = dist.get_rank(), runpy.run_path(path)["differing_parameters"], []
-for changes in json.loads(cases):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).double()
-    for changed_rank, name, change in changes:
-        if changed_rank == rank:
-            weights = model.get_parameter(name).data
-            weights.copy_(weights.flip(0) if change == "flip" else weights + change)
-    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    answer = function(model)
-    after = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    # Compare bits, because NaN is not equal to itself.
-    changed = [name for name in after if not after[name].view(torch.int64).equal(before[name].view(torch.int64))]
-    answer = list(answer) if isinstance(answer, (list, tuple, set)) else repr(answer)
-    reports.append({"answer": answer, "changed": changed})
-with open(f"{folder}/{rank}.json", "w") as file:
-    json.dump(reports, file)
-dist.barrier()
-dist.destroy_process_group()
-"""
 DRIFTED = (  # (rank, parameter, what is added) -> the hint for whoever misses it
     ([], ""),
     ([(2, "1.weight", 2.0**-40)], "They differ by 1e-12. Copies of the same weights are equal bit for bit."),
@@ -273,7 +229,7 @@ def compare_models(script: str | Path) -> list[list[dict]]:
     """Run the learner's function on three ranks, and return each rank's report for each case."""
     num_ranks = 3
     cases = json.dumps([changes for changes, _ in DRIFTED])
-    reports = reports_of_ranks(CALL_DIFFERING_PARAMETERS, num_ranks, str(script), cases)
+    reports = reports_of_ranks("differing_parameters", num_ranks, str(script), cases)
     return [list(case) for case in zip(*reports, strict=True)]
 
 
@@ -285,7 +241,7 @@ STREAMS_2_3A = {"A": "files only", "B": "rows dropped", "C": "nothing", "D": "id
 
 @exercise("2.3a", "you compare rows over both ranks, their order, and both epochs.")
 def exercise_2_3a(diagnose: Callable[[], dict[str, str]]) -> None:
-    """diagnose() -> for each stream in five_streams.json what is wrong with it."""
+    """diagnose() -> for each stream in ray_data_sample_ids.json what is wrong with it."""
     evidence = {  # what to look at for each answer that is wrong
         "nothing": "How many rows does each rank get, how are they mixed, and what changes from epoch to epoch?",
         "rows dropped": "Then some of the 101 ids reach neither rank. Which ones?",
@@ -301,80 +257,18 @@ def exercise_2_3a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"stream {stream}: it is not {seen[stream]!r}. {evidence[seen[stream]]}")
 
 
-# Runs under torchrun: calls the learner's train_epoch with this rank's stream, and writes how it ended.
-CALL_TRAIN_EPOCH = """
-import json, runpy, sys
-import torch
-from torch.nn.parallel import DistributedDataParallel
-from shared import distributed
-from checks import chapter_2
-
-rank, steps = distributed.join(timeout_s=20).rank, []
-folder, path, sizes, broken_rank = sys.argv[1:]
-
-def stream():
-    yield from chapter_2.rank_batches(rank, json.loads(sizes)[rank])
-    if rank == int(broken_rank):
-        raise ValueError("cannot read image 71")
-
-model = chapter_2.linear_model()
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-optimizer.register_step_post_hook(lambda *_: steps.append(1))
-train_epoch = runpy.run_path(path)["train_epoch"]
-try:
-    train_epoch(DistributedDataParallel(model), stream(), optimizer)
-    ending = "returns"
-except ValueError:
-    ending = "ValueError"
-except RuntimeError as error:  # of a collective that the other rank has not joined
-    ending = f"RuntimeError: {error}".partition(". ")[0]  # its first sentence
-report = {"ending": ending, "steps": len(steps), "weights": model.weight.flatten().tolist()}
-with open(f"{folder}/{rank}.json", "w") as file:
-    json.dump(report, file)
-distributed.leave()
-"""
-
-
-def linear_model() -> torch.nn.Linear:
-    """Return the model of exercise 2.3b, in float64 and with the same weights at each call."""
-    torch.manual_seed(7)
-    return torch.nn.Linear(64, 10).double()
-
-
-def rank_batches(rank: int, sizes: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the batches (images, labels) of a rank in exercise 2.3b, with these numbers of rows."""
-    generator = torch.Generator().manual_seed(rank)
-    images = [torch.randn(size, 64, generator=generator, dtype=torch.float64) for size in sizes]
-    return [(rows, torch.randint(10, (len(rows),), generator=generator)) for rows in images]
-
-
-def train_on_one_process(sizes: list[list[int]]) -> list[float]:
-    """Return the weights after one process has trained on the batches of all ranks."""
-    model = linear_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ranks = [rank_batches(rank, rank_sizes) for rank, rank_sizes in enumerate(sizes)]
-    for step in range(max(map(len, sizes))):
-        batches = [batches[step] for batches in ranks if step < len(batches)]
-        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    return model.weight.flatten().tolist()
-
-
 def run_train_epoch(script: str | Path, *calls: tuple[list[list[int]], int]) -> list[list[dict]]:
-    """Call train_epoch several times on two ranks. Return, for each call, each rank's ending, steps and weights.
+    """Call train_epoch several times on two ranks. Return each rank's report of each call: see uneven_inputs.py.
 
     calls: how many rows the batches of each rank have, and the rank whose stream raises ValueError after its last
     batch, or -1 for none. Raises NotImplementedError and Wrong as run_script does.
     """
     with tempfile.TemporaryDirectory() as folder:
-        program, folders = Path(folder, "program.py"), [Path(folder, str(number)) for number in range(len(calls))]
-        program.write_text(CALL_TRAIN_EPOCH)
+        folders = [Path(folder, str(number)) for number in range(len(calls))]
         commands = []
         for each, (sizes, broken_rank) in zip(folders, calls, strict=True):
             each.mkdir()
-            commands.append([program, each, script, json.dumps(sizes), broken_rank])
+            commands.append([probe("uneven_inputs"), each, script, json.dumps(sizes), broken_rank])
         for ended in run_scripts(commands, 2, timeout=240):
             expect_success(ended.exit_code, ended.errors)
         return [[json.loads((each / f"{rank}.json").read_text()) for rank in range(2)] for each in folders]
@@ -384,8 +278,7 @@ def run_train_epoch(script: str | Path, *calls: tuple[list[list[int]], int]) -> 
 def exercise_2_3b(script: str | Path) -> None:
     """A file with train_epoch(ddp_model, stream, optimizer), which ends equally on all ranks."""
     refuse_stub(script)
-    sizes = [[32], [32, 32, 7]]
-    whole, broken = run_train_epoch(script, (sizes, -1), ([[32, 32, 32, 32], [32, 32]], 1))
+    whole, broken = run_train_epoch(script, ([[32], [32, 32, 7]], -1), ([[32, 32, 32, 32], [32, 32]], 1))
     for rank, report in enumerate(whole):
         where = "the streams have 1 and 3 batches, and every image can be read, but on"
         if report["ending"] != "returns":
@@ -393,7 +286,7 @@ def exercise_2_3b(script: str | Path) -> None:
             raise Wrong(f"{where} rank {rank} train_epoch ends with {report['ending'][:200]}. {hint}")
         if report["steps"] != 3:
             raise Wrong(f"{where} rank {rank} the optimizer takes {report['steps']} steps, expected 3")
-        if not all(map(math.isclose, report["weights"], train_on_one_process(sizes))):
+        if not all(map(math.isclose, report["weights"], report["expected"])):
             hint = "Keep the loss: its sum over this rank's rows, divided by the rows of all ranks."
             raise Wrong(f"{where} rank {rank} the weights are not those of one process. {hint}")
     endings = [report["ending"] for report in broken]
@@ -426,7 +319,7 @@ LEFT_OUT = {
 
 @exercise("2.4a", "you found the part by the first wrong loss, and the rank by comparing the two ranks.")
 def exercise_2_4a(diagnose: Callable[[], dict[str, str]]) -> None:
-    """diagnose() -> what each run in five_resumes.json did not restore, one of LEFT_OUT."""
+    """diagnose() -> what each run in resumed_run_losses.json did not restore, one of LEFT_OUT."""
     seen = diagnose()
     expect_answers(seen, "ABCDE", LEFT_OUT)
     expected = {
@@ -442,75 +335,6 @@ def exercise_2_4a(diagnose: Callable[[], dict[str, str]]) -> None:
                 f"run {run}: you say {seen[run]!r}. Then {LEFT_OUT[seen[run]]}. Is that what you see in run {run}?"
             )
 
-
-# Runs under torchrun: first trains for reference, then again with the learner's save and resume. Rank 0 kills itself
-# when it has written half of the checkpoint after step 9, so torchrun starts both ranks again.
-KILL_IN_SAVE = """
-import io, json, os, runpy, signal, sys
-from pathlib import Path
-import torch
-import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
-from shared import datasets, distributed, models
-
-script, folder = sys.argv[1], Path(sys.argv[2])
-path, killed = folder / "checkpoint.pt", folder / "killed"
-worker = distributed.join(timeout_s=30)
-attempt = 2 if killed.exists() else 1
-print(f"attempt {attempt} begins", file=sys.stderr, flush=True)
-learner = runpy.run_path(script)
-images, labels = datasets.load("digits").train.tensors
-really_save = torch.save
-
-def new_run():
-    distributed.seed_everything(7)
-    model = models.MLP(input_dim=64, hidden_dim=32, dropout=0.5)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=4, gamma=0.5)
-    distributed.seed_everything(7 + worker.rank)
-    return model, optimizer, scheduler
-
-def train(run, done, name):
-    model, optimizer, scheduler = run
-    ddp_model = DistributedDataParallel(model)
-    for step in range(done + 1, 13):
-        batch = torch.randperm(len(images), generator=torch.Generator().manual_seed(step))[worker.rank : 32 : 2]
-        loss = F.cross_entropy(ddp_model(images[batch]), labels[batch])
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        with open(folder / f"{name}-{worker.rank}.jsonl", "a") as file:
-            file.write(json.dumps([attempt, step, loss.item()]) + "\\n")
-        if name == "run" and step % 3 == 0:
-            if (attempt, step, worker.rank) == (1, 9, 0):
-                torch.save = write_half_and_die
-            learner["save"](str(path), *run, step, worker.rank)
-
-def write_half_and_die(state, file, *args, **kwargs):
-    if isinstance(file, io.BytesIO):  # to pickle a tensor, as all_gather_object does, torch saves it into memory
-        return really_save(state, file, *args, **kwargs)
-    whole = io.BytesIO()
-    really_save(state, whole)
-    half = whole.getvalue()[: whole.tell() // 2]
-    if hasattr(file, "write"):
-        file.write(half)
-        file.flush()
-    else:
-        Path(file).write_bytes(half)
-    killed.touch()
-    os.kill(os.getpid(), signal.SIGKILL)
-
-if attempt == 1:
-    train(new_run(), 0, "reference")
-run, done = new_run(), 0
-if path.exists():
-    done = learner["resume"](str(path), *run, worker.rank)
-    if not isinstance(done, int):
-        raise TypeError(f"resume() should return the number of steps done, and returns {done!r} on rank {worker.rank}")
-train(run, done, "run")
-distributed.leave()
-"""
 
 # What torch.load says of a file that was cut off.
 HALF_A_FILE = "zip archive|central directory|PytorchStreamReader|Ran out of input|EOFError|OSError.*Invalid argument"
@@ -532,10 +356,8 @@ def kill_in_save(script: str | Path) -> tuple[int, str, bool, dict[str, list]]:
     [attempt, step, loss].
     """
     with tempfile.TemporaryDirectory() as folder:
-        runner = Path(folder, "runner.py")
-        runner.write_text(KILL_IN_SAVE)
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
-        exit_code, errors = run_command([*torchrun, str(runner), str(script), folder])
+        exit_code, errors = run_command([*torchrun, str(probe("kill_during_save")), folder, str(script)])
         logs = {}
         for name in ("reference-0", "reference-1", "run-0", "run-1"):
             path = Path(folder, f"{name}.jsonl")

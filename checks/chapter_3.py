@@ -567,7 +567,7 @@ def _judge_failure(failed: Wrong, where: str) -> None:
 
 @exercise("3.4a", "an update count, a gradient norm and a first loss told these runs apart.")
 def exercise_3_4a(diagnose: Callable[[], dict[str, str]]) -> None:
-    """diagnose() -> for each run A to E of five_engines.txt its mistake."""
+    """diagnose() -> for each run A to E of deepspeed_step_logs.txt its mistake."""
     expected = {"A": "step once", "B": "divided twice", "C": "none", "D": "not gathered", "E": "clipped by hand"}
     signs = {
         "none": "Then nothing in its logs would be wrong. Average the two ranks' losses, and compare each step with "
@@ -788,7 +788,7 @@ def exercise_3_5a(script: str | Path) -> None:
 
 @exercise("3.5b", "you read a strategy off its traffic, and you know what to change first.")
 def exercise_3_5b(decide: Callable[[], dict[str, str]]) -> None:
-    """decide() -> for each job in five_jobs.json what its owner should change first."""
+    """decide() -> for each job in memory_and_traffic_per_rank.json what its owner should change first."""
     expected = {
         "A": "change the default", "B": "use DDP", "C": "nothing", "D": "reduce once", "E": "checkpoint activations"
     }  # fmt: skip

@@ -1,6 +1,6 @@
-"""Write five_resumes.json of exercise 2.4a: the losses of two ranks, uninterrupted and after five different resumes.
+"""Write resumed_run_losses.json of exercise 2.4a: two ranks' losses, uninterrupted and after five different resumes.
 
-    torchrun --standalone --nproc-per-node 2 tests/five_resumes.py 02-ddp-pytorch-ray/five_resumes.json
+    torchrun --standalone --nproc-per-node 2 tests/five_resumes.py checks/data/resumed_run_losses.json
 
 Each resume starts from the same checkpoint after step 9, and four of the five leave out a part of it.
 """

@@ -432,14 +432,15 @@ def leaves_nothing_running(notebook: Notebook) -> Iterator[str]:
 
 @cache
 def ignored_names() -> tuple[str, ...]:
-    """The patterns of .gitignore (names of files or folders at any depth), and Git's own folder."""
+    """The patterns of .gitignore: names of files or folders at any depth, Git's own, and after "!" a path to keep."""
     lines = (line.strip().rstrip("/") for line in (ROOT / ".gitignore").read_text().splitlines())
     return (".git", *(line for line in lines if line and not line.startswith("#")))
 
 
 def is_ignored(path: Path) -> bool:
     """Whether .gitignore keeps `path`, relative to the root, out of the repository."""
-    return any(Path(part).match(pattern) for part in path.parts for pattern in ignored_names())
+    places = (place for place in (path, *path.parents) if f"!{place.as_posix()}" not in ignored_names())
+    return any(place.match(pattern) for place in places for pattern in ignored_names())
 
 
 def repository_files(root: Path = ROOT) -> list[Path]:

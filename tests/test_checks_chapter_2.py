@@ -149,7 +149,7 @@ test_2_1b = judge(checks.exercise_2_1b, [LOADERS], [
 
 
 def test_2_1b_the_log_holds_what_the_check_says_of_it():
-    log = json.loads((CHAPTER / "four_loaders.json").read_text())
+    log = checks.recorded("dataloader_sample_ids.json")
     assert list(log) == list(LOADERS)
 
     def draws(loader, epoch):
@@ -165,7 +165,7 @@ def test_2_1b_the_log_holds_what_the_check_says_of_it():
 
 
 def test_2_1b_the_log_is_what_the_samplers_deal():
-    log = json.loads((CHAPTER / "four_loaders.json").read_text())
+    log = checks.recorded("dataloader_sample_ids.json")
     dataset = range(101)
 
     def dealt(sampler, epochs):
@@ -208,7 +208,7 @@ test_2_2a = judge(checks.exercise_2_2a, [HUNG_JOBS], [
 
 
 def test_2_2a_the_dumps_show_what_the_check_says_of_them():
-    text = (CHAPTER / "hung_jobs.txt").read_text()
+    text = checks.recorded("hung_job_stacks.txt")
     parts = re.split(r"^-+ job (\w), rank (\d) -+$", text, flags=re.MULTILINE)[1:]
     dumps = {(job, int(rank)): dump for job, rank, dump in zip(parts[::3], parts[1::3], parts[2::3], strict=True)}
     assert list(dumps) == [(job, rank) for job in "ABCD" for rank in range(4)]
@@ -352,7 +352,7 @@ test_2_3a = judge(checks.exercise_2_3a, [STREAMS], [
 
 @pytest.mark.parametrize("stream", STREAMS)
 def test_2_3a_each_stream_has_its_fault_and_no_other(stream):
-    ranks = json.loads((CHAPTER / "five_streams.json").read_text())[stream].values()
+    ranks = checks.recorded("ray_data_sample_ids.json")[stream].values()
     fault = STREAMS[stream]
     for epoch in (0, 1):
         received = [orders[epoch] for orders in ranks]
@@ -368,11 +368,11 @@ def test_2_3a_each_stream_has_its_fault_and_no_other(stream):
 
 # --- 2.3b: an error that every rank must learn of --------------------------------------------------------------------
 
-SIZES = [[32], [32, 32, 7]]
+WEIGHTS = [1.0] * 640
 
 
-def ends(ending="returns", steps=3, weights=None):
-    return {"ending": ending, "steps": steps, "weights": weights or chapter_2.train_on_one_process(SIZES)}
+def ends(ending="returns", steps=3, weights=WEIGHTS):
+    return {"ending": ending, "steps": steps, "weights": weights, "expected": WEIGHTS}
 
 
 COMPLETE = [ends(), ends()]
@@ -433,7 +433,6 @@ def test_the_lesson_shows_the_class_that_the_script_uses() -> None:
 
 # --- 2.4a: five resumes to diagnose ----------------------------------------------------------------------------------
 
-FIVE_RESUMES = CHAPTER / "five_resumes.json"
 RESUMES = five_resumes.RUNS
 test_2_4a = judge(checks.exercise_2_4a, [RESUMES], [
     (stub, "not done yet"),
@@ -450,7 +449,7 @@ test_2_4a = judge(checks.exercise_2_4a, [RESUMES], [
 
 
 def test_2_4a_the_log_holds_what_the_check_says_of_it():
-    logs = json.loads(FIVE_RESUMES.read_text())
+    logs = checks.recorded("resumed_run_losses.json")
     assert list(logs) == ["uninterrupted", *RESUMES]
 
     def first_wrong(run, column):
@@ -466,9 +465,9 @@ def test_2_4a_the_log_holds_what_the_check_says_of_it():
 
 
 def test_2_4a_the_log_is_what_the_ranks_see(launched):
-    seen, committed = (json.loads(path.read_text()) for path in (launched[1], FIVE_RESUMES))
-    assert list(seen) == list(committed)
-    for run, ranks in committed.items():
+    seen, expected = json.loads(launched[1].read_text()), checks.recorded("resumed_run_losses.json")
+    assert list(seen) == list(expected)
+    for run, ranks in expected.items():
         for rank, columns in ranks.items():
             assert seen[run][rank]["samples"] == columns["samples"]
             assert seen[run][rank]["loss"] == pytest.approx(columns["loss"], abs=1e-6)

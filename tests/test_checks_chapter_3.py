@@ -497,7 +497,7 @@ def assert_shows_the_mistakes(text: str) -> None:
 
 
 def test_the_recorded_logs_show_what_the_check_says():
-    assert_shows_the_mistakes((LESSONS / "five_engines.txt").read_text())
+    assert_shows_the_mistakes(checks.recorded("deepspeed_step_logs.txt"))
 
 
 def test_the_five_engines_still_make_such_logs(launched):
@@ -635,7 +635,7 @@ test_3_5b = judge(checks.exercise_3_5b, [DECISION], [
 
 
 def test_3_5b_the_decision_follows_from_the_log():
-    log = json.loads((LESSONS / "five_jobs.json").read_text())
+    log = checks.recorded("memory_and_traffic_per_rank.json")
     parameters, num_ranks = log["parameters"], log["ranks"]
 
     def decide(job: dict, rank: str) -> str:

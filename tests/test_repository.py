@@ -197,7 +197,8 @@ def test_a_wheel_holds_all_of_shared_and_checks(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     held = {name for name in zipfile.ZipFile(wheel).namelist() if not name.split("/")[0].endswith(".dist-info")}
     files = [path for name in ("checks", "shared") for path in repository_files() if path.is_relative_to(ROOT / name)]
-    assert held == {path.relative_to(ROOT).as_posix() for path in files} and "checks/chapter_1.py" in held
+    assert held == {path.relative_to(ROOT).as_posix() for path in files}
+    assert {"checks/chapter_1.py", "checks/data/hung_job_stacks.txt"} < held
 
 
 @pytest.mark.parametrize("folder", [".", PROGRAM])
@@ -320,11 +321,13 @@ def test_ignored_files_are_left_out_and_new_ones_are_not(tmp_path):
         "01-a/kept.py",
         ".git/config",
         ".ci/run",
+        "checks/data/a.json",
+        "shared/data/a.json",
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     names = [path.relative_to(tmp_path).as_posix() for path in repository_files(tmp_path)]
-    assert sorted(names) == [".ci/run", "01-a/kept.py", "kept.md"]
+    assert sorted(names) == [".ci/run", "01-a/kept.py", "checks/data/a.json", "kept.md"]
 
 
 def test_a_stale_diff_is_found_and_renewed():
