@@ -21,8 +21,9 @@ from torch.utils.data import DataLoader
 
 from shared import checkpoint, distributed, sampling, tasks
 from shared.running import options, script
-from shared.running.progress import Progress, write_metrics
+from shared.running.progress import Progress, check_metrics_file, write_metrics
 from shared.running.restarts import RestartableRun
+from shared.running.runs import options_of
 
 TASKS = (tasks.ImageTask, tasks.TextTask)
 
@@ -30,7 +31,7 @@ TASKS = (tasks.ImageTask, tasks.TextTask)
 def main() -> None:
     args = options.training_parser(__doc__, TASKS).parse_args()
     worker = distributed.join()
-    run = RestartableRun.from_args(args)
+    run = RestartableRun.find(args.storage_path, args.run_name, options_of(args))
 
     # [1] Before the first step, check everything that can be wrong, on all ranks together.
     state = None
@@ -38,9 +39,10 @@ def main() -> None:
         local_batch_size = sampling.local_batch_size(args.batch_size, worker.world_size)
         tasks.check_precision(args.precision, worker.device)
         if worker.rank == 0:  # the only writer; the others get the state in [3]
-            state = run.open_or_resume(args, worker)
+            state = run.open_or_resume(args.resume, worker)
+            check_metrics_file(args.metrics_out)
     task = tasks.build(TASKS, args, worker)
-    script.stop_on_signals(worker, run)
+    script.stop_on_signals(worker, run.resume_hint)
 
     # [2] Start from the same weights on every rank. After that each rank draws its own random numbers (dropout).
     distributed.seed_everything(args.seed)
@@ -50,7 +52,10 @@ def main() -> None:
     distributed.seed_everything(args.seed + worker.rank)
 
     # [3] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
-    progress = Progress(args, worker, len(task.splits.train), run.options)
+    progress = Progress(
+        worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
+        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+    )  # fmt: skip
     state = distributed.from_rank_zero(state)
     resumed = state is not None
     if resumed:
@@ -73,14 +78,13 @@ def main() -> None:
 
     # [5] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        extra_metrics = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
+        train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
         if progress.interrupted:  # by --save-every-steps
             save(run, worker, model, optimizer, scheduler, progress)
             continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank: validate with the saved ones
         metrics = progress.finish_epoch({
             **evaluate(model, val_loader, task),
-            **extra_metrics,
             "world_size": worker.world_size,
         })  # fmt: skip
         if progress.epoch_complete:
@@ -98,16 +102,13 @@ def main() -> None:
 def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
-) -> dict:  # fmt: skip
-    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
-
-    Returns the metrics that the task adds.
-    """
+) -> None:  # fmt: skip
+    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it."""
     model.train()
-    for global_count, batch in progress.batches(loader):
+    counts = progress.start_steps()  # the samples of each step, over all ranks
+    for global_count, batch in sampling.deal_batches(loader, progress.epoch, progress.position, counts):
         inputs, targets = task.to_device(batch)
         optimizer.zero_grad()
-        task.before_step(progress, model, optimizer)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
             logits = model(inputs)
         # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
@@ -116,7 +117,6 @@ def train_epoch(
         optimizer.step()
         progress.add_step(loss, global_count)
     progress.finish_steps()  # one all-reduce for all losses, not one per step
-    return task.extra_metrics(progress, model, optimizer)
 
 
 @torch.no_grad()

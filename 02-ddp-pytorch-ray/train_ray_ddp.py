@@ -23,7 +23,8 @@ from torch.utils.data import DataLoader
 from shared import checkpoint, distributed, sampling, tasks
 from shared.on_ray import cluster, options, storage, workers
 from shared.running import script
-from shared.running.progress import Progress, write_metrics
+from shared.running.progress import Progress, check_metrics_file, write_metrics
+from shared.running.runs import options_of
 
 TASKS = (tasks.ImageTask, tasks.TextTask)
 
@@ -31,13 +32,14 @@ TASKS = (tasks.ImageTask, tasks.TextTask)
 def main() -> None:
     args = options.elastic_parser(__doc__, TASKS).parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except under torchrun
-    run = storage.RayRun.from_args(args)
+    run = storage.RayRun.named(args.storage_path, args.run_name, options_of(args), local_mode=args.num_workers == 0)
 
     # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers), args.max_workers)
-        run.open_or_resume(args, driver)
-    script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
+        run.open_or_resume(args.resume, driver)
+        check_metrics_file(args.metrics_out)
+    script.stop_on_signals(driver, run.resume_hint, clean_up=cluster.stop_at_once)
     elastic = args.max_workers > args.num_workers  # as many workers as there is room for, while nodes come and go
     use_gpu = cluster.start(args.num_workers, args.use_gpu, elastic=elastic)
 
@@ -81,7 +83,10 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     distributed.seed_everything(args.seed + worker.rank)
 
     # [4] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
-    progress = Progress(args, worker, len(task.splits.train), run.options)
+    progress = Progress(
+        worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
+        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+    )  # fmt: skip
     _, state = run.load_on_all_ranks(worker)
     resumed = state is not None
     if resumed:
@@ -106,14 +111,13 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [6] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        extra_metrics = train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
+        train_epoch(ddp_model, train_loader, optimizer, task, worker, progress)
         if progress.interrupted:  # by --save-every-steps
             save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         distributed.broadcast_buffers(model)  # BatchNorm's statistics differ by rank: validate with the saved ones
         metrics = progress.finish_epoch({
             **evaluate(model, val_loader, task),
-            **extra_metrics,
             "world_size": worker.world_size,
         })  # fmt: skip
         if progress.epoch_complete:
@@ -127,16 +131,13 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 def train_epoch(
     model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, task: tasks.Task,
     worker: distributed.Worker, progress: Progress,
-) -> dict:  # fmt: skip
-    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
-
-    Returns the metrics that the task adds.
-    """
+) -> None:  # fmt: skip
+    """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it."""
     model.train()
-    for global_count, batch in progress.batches(loader):
+    counts = progress.start_steps()  # the samples of each step, over all ranks
+    for global_count, batch in sampling.deal_batches(loader, progress.epoch, progress.position, counts):
         inputs, targets = task.to_device(batch)
         optimizer.zero_grad()
-        task.before_step(progress, model, optimizer)
         with torch.autocast(worker.device.type, torch.bfloat16, enabled=task.precision == "bf16"):
             logits = model(inputs)
         # This rank's share of the mean over the global batch. DDP divides by the world size, so we multiply by it.
@@ -145,7 +146,6 @@ def train_epoch(
         optimizer.step()
         progress.add_step(loss, global_count)
     progress.finish_steps()  # one all-reduce for all losses, not one per step
-    return task.extra_metrics(progress, model, optimizer)
 
 
 @torch.no_grad()

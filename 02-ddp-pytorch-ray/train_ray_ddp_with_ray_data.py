@@ -29,7 +29,8 @@ from shared import checkpoint, distributed, paths, sampling, tasks
 from shared.on_ray import cluster, options, storage, workers
 from shared.running import script
 from shared.running.options import positive_int
-from shared.running.progress import Progress, write_metrics
+from shared.running.progress import Progress, check_metrics_file, write_metrics
+from shared.running.runs import options_of
 
 TASKS = (tasks.ImageTask,)
 
@@ -57,9 +58,13 @@ def main() -> None:
             raise ValueError("--save-every-steps: with Ray Data an epoch that was cut short starts again")
         splits = ray_images.find(args.dataset, args.data_dir, args.image_size)
         classes = splits["train"].classes if isinstance(splits, dict) else None
-        run = storage.RayRun.from_args(args, classes=classes)  # a resumed run must have the same classes
-        run.open_or_resume(args, driver)
-    script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
+        run = storage.RayRun.named(
+            args.storage_path, args.run_name, options_of(args, "image_size", "augment") | {"classes": classes},
+            local_mode=args.num_workers == 0, may_differ=["augment"],
+        )  # fmt: skip
+        run.open_or_resume(args.resume, driver)
+        check_metrics_file(args.metrics_out)
+    script.stop_on_signals(driver, run.resume_hint, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu, spare_cpus=1, packages=(shared, ray_images))
 
     # [2] Plan the input. Nothing is read yet: each epoch streams through the plan, in tasks next to the workers.
@@ -104,7 +109,10 @@ def train(args: Namespace, run: storage.RayRun, images: ray_images.ImageSet, wor
     distributed.seed_everything(args.seed + worker.rank)
 
     # [5] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
-    progress = Progress(args, worker, images.num_samples, run.options)
+    progress = Progress(
+        worker, images.num_samples, run.options, batch_size=args.batch_size, epochs=args.epochs,
+        max_steps=args.max_steps, quiet=args.quiet,
+    )  # fmt: skip
     _, state = run.load_on_all_ranks(worker)
     resumed = state is not None
     if resumed:

@@ -196,9 +196,9 @@ class FinetuneProgress(Progress):
         super().begin_epoch()
         self.step_grad_norms, self.step_answer_tokens, self.evaluations = [], [], []
 
-    def start_steps(self) -> None:
-        super().start_steps()
+    def start_steps(self) -> list[int]:
         self.numbers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        return super().start_steps()
 
     def finish_steps(self) -> None:
         super().finish_steps()
@@ -222,7 +222,7 @@ class FinetuneProgress(Progress):
 
     def describe(self, line: dict) -> str:
         return (
-            f"epoch {line['epoch']}/{self.args.epochs}  train_loss {line['train_loss']:.4f}  {in_words(line)}  "
+            f"epoch {line['epoch']}/{self.epochs}  train_loss {line['train_loss']:.4f}  {in_words(line)}  "
             f"{line['samples_per_second']:.0f} samples/s"
         )
 
@@ -243,7 +243,7 @@ def in_words(measured: dict) -> str:
 
 
 def check(args: Namespace, driver: Worker) -> dict:
-    """Check base, rows and adapters on the driver, and return the values that decide what a run computes.
+    """Check base, rows and adapters on the driver, and return what a resumed run must share of them.
 
     Makes the workshop's own base and rows first, if they are asked for and missing. Raises ValueError and OSError.
     """
@@ -257,8 +257,6 @@ def check(args: Namespace, driver: Worker) -> dict:
         # Not of the tokens: some templates write today's date.
         "data_file": f"with checksum {zlib.crc32(Path(args.data_file).read_bytes()):08x}",
         "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
-        "lora_dropout": args.lora_dropout, "accumulate": args.accumulate, "max_grad_norm": args.max_grad_norm,
-        "warmup_steps": args.warmup_steps,
     }  # fmt: skip
 
 

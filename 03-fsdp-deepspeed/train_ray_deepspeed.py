@@ -28,7 +28,8 @@ import zero
 from shared import distributed, measure, models, paths, sampling, tasks
 from shared.on_ray import cluster, options, storage, workers
 from shared.running import script
-from shared.running.progress import Progress, write_metrics
+from shared.running.progress import Progress, check_metrics_file, write_metrics
+from shared.running.runs import options_of
 
 TASKS = (tasks.TextTask,)
 
@@ -53,10 +54,14 @@ def main() -> None:
     # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
         args, settings = ds_settings.read_settings(args, workers.num_processes(args.num_workers), driver)
-        run = storage.RayRun.from_args(args, zero_stage=settings["zero_optimization"]["stage"])
-        run.open_or_resume(args, driver)
+        options_of_run = options_of(args) | {"zero_stage": settings["zero_optimization"]["stage"]}
+        run = storage.RayRun.named(
+            args.storage_path, args.run_name, options_of_run, local_mode=args.num_workers == 0
+        )  # fmt: skip
+        run.open_or_resume(args.resume, driver)
+        check_metrics_file(args.metrics_out)
         tasks.TextTask.load(args)
-    script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
+    script.stop_on_signals(driver, run.resume_hint, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu, packages=(shared, zero))
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
@@ -79,7 +84,10 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
     # [3] Start, or continue an interrupted run. The engine holds the model, its optimizer and its scheduler.
     distributed.join_alone(worker.device)  # in local mode
-    progress = Progress(args, worker, len(task.splits.train), run.options)
+    progress = Progress(
+        worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
+        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+    )  # fmt: skip
     with run.fetch_on_all_ranks(worker) as (folder, state):
         # Convert it for a different number of ranks. In stage 0 nothing is sharded, and all ranks read the same file.
         sharded = settings["zero_optimization"]["stage"] > 0
@@ -103,14 +111,14 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
     # [4] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        extra_metrics = train_epoch(engine, train_loader, task, worker, progress)
+        speed_and_memory = train_epoch(engine, train_loader, task, worker, progress)
         if progress.interrupted:  # by --save-every-steps
             save(run, worker, engine, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
             # Every forward pass gathers weights from all ranks, so every rank must make the same number.
             **evaluate(engine, sampling.even_batches(val_loader, num_val_batches), task),
-            **extra_metrics,
+            **speed_and_memory,
             "world_size": worker.world_size,
         })  # fmt: skip
         save(run, worker, engine, progress, metrics)
@@ -121,9 +129,9 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
 
 def schedule(progress: Progress) -> Callable[[int], float]:
     """Return a function of the step: the learning rate's factor, halved every --lr-step-size epochs."""
-    steps_per_epoch = len(sampling.global_batch_counts(progress.num_samples, progress.args.batch_size))
+    steps_per_epoch = len(sampling.global_batch_counts(progress.num_samples, progress.batch_size))
     # A run resumed with a different --batch-size has taken more or fewer steps to the same position.
-    ahead = progress.epoch * steps_per_epoch + progress.position // progress.args.batch_size - progress.step
+    ahead = progress.epoch * steps_per_epoch + progress.position // progress.batch_size - progress.step
     return lambda step: 0.5 ** ((step + ahead) // (progress.options["lr_step_size"] * steps_per_epoch))
 
 
@@ -156,16 +164,17 @@ def train_epoch(
 ) -> dict:
     """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
 
-    Returns the metrics that the task adds.
+    Returns the speed, and the largest byte counts of all ranks.
     """
     engine.train()
     accumulation = engine.gradient_accumulation_steps()
     memory = measure.PeakMemory(worker.device)
-    for global_count, batch in progress.batches(loader):
+    counts = progress.start_steps()  # the samples of each step, over all ranks
+    for global_count, batch in sampling.deal_batches(loader, progress.epoch, progress.position, counts):
         step_loss = 0.0
         for parts in zip(*(tensor.tensor_split(accumulation) for tensor in batch), strict=True):
             inputs, targets = task.to_device(parts)
-            watched = progress.steps_left == 0 and engine.is_gradient_accumulation_boundary()
+            watched = progress.in_last_step and engine.is_gradient_accumulation_boundary()
             if watched:  # only the last backward pass, because measuring is slow on a CPU
                 memory.start(*zero.state_tensors(engine))
             # This rank's share of the mean over the global batch. DeepSpeed divides by the world size and by the
@@ -178,7 +187,11 @@ def train_epoch(
             engine.step()  # updates the weights after the last of the accumulation steps
         progress.add_step(step_loss, global_count)
     progress.finish_steps()  # one all-reduce for all losses, not one per step
-    return task.memory_metrics(progress, state_bytes, memory.stop())
+    return {
+        "tokens_per_second": progress.position * task.gpt_config.context / progress.seconds,
+        "state_bytes_per_rank": distributed.global_max(state_bytes),
+        "peak_memory_bytes": distributed.global_max(memory.stop()),
+    }
 
 
 @torch.no_grad()

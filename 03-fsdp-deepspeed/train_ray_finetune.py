@@ -32,9 +32,11 @@ from shared import checkpoint, distributed, measure, paths, sampling, sharded, t
 from shared.on_ray import cluster, options, storage, workers
 from shared.running import script
 from shared.running.options import positive_float, positive_int
-from shared.running.progress import write_metrics
+from shared.running.progress import check_metrics_file, write_metrics
+from shared.running.runs import options_of
 
 TASKS = (pairs.PairTask,)
+MAY_DIFFER = ("accumulate", "max_grad_norm", "warmup_steps", "lora_dropout")  # options that a resumed run may change
 
 
 def main() -> None:
@@ -63,9 +65,13 @@ def main() -> None:
         if local_batch_size % args.accumulate:
             raise ValueError(f"--accumulate {args.accumulate} does not divide the {local_batch_size} rows of a rank")
         pretrained.check_export(args)
-        run = storage.RayRun.from_args(args, **pairs.check(args, driver))
-        run.open_or_resume(args, driver)
-    script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
+        run = storage.RayRun.named(
+            args.storage_path, args.run_name, options_of(args, *MAY_DIFFER) | pairs.check(args, driver),
+            local_mode=args.num_workers == 0, may_differ=MAY_DIFFER,
+        )  # fmt: skip
+        run.open_or_resume(args.resume, driver)
+        check_metrics_file(args.metrics_out)
+    script.stop_on_signals(driver, run.resume_hint, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu, packages=(shared, pairs, pretrained, tiny_base))
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
@@ -100,7 +106,10 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     distributed.seed_everything(args.seed + worker.rank)  # every rank draws its own dropout
 
     # [4] Continue an interrupted run: every rank reads its slices, even if other ranks wrote them.
-    progress = pairs.FinetuneProgress(args, worker, len(task.splits.train), run.options)
+    progress = pairs.FinetuneProgress(
+        worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
+        max_steps=args.max_steps, stop_every=[args.save_every_steps, args.eval_every_steps], quiet=args.quiet,
+    )  # fmt: skip
     with run.fetch_on_all_ranks(worker) as (folder, state):
         if state is not None:
             sharded.restore_sharded(folder, model, optimizer)
@@ -175,16 +184,17 @@ def train_epoch(
     """Train until the epoch ends, or until --save-every-steps, --eval-every-steps or --max-steps interrupts it."""
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for global_count, batch in progress.batches(loader):
+    counts = progress.start_steps()  # the samples of each step, over all ranks
+    for global_count, batch in sampling.deal_batches(loader, progress.epoch, progress.position, counts):
         # Answers differ in length, and so do the ranks' numbers of tokens: divide by all of them, over all passes.
         answer_tokens = distributed.global_sum(task.count_answer_tokens(batch))
         optimizer.zero_grad()
         step_loss = torch.zeros((), device=worker.device)
-        for inputs, targets in task.split(batch, progress.args.accumulate):
+        for inputs, targets in task.split(batch, task.args.accumulate):
             loss = task.loss(model(input_ids=inputs, use_cache=False).logits, targets) / answer_tokens
             (loss * worker.world_size).backward()  # FSDP divides by the world size
             step_loss = step_loss + loss.detach()
-        norm = clip_grad_norm_(parameters, progress.args.max_grad_norm).full_tensor()
+        norm = clip_grad_norm_(parameters, task.args.max_grad_norm).full_tensor()
         optimizer.step()
         warmup.step()
         progress.add_step(step_loss, global_count)

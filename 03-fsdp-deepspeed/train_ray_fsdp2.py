@@ -21,11 +21,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.data import DataLoader
 
-from shared import distributed, models, sampling, sharded, tasks
+from shared import distributed, measure, models, sampling, sharded, tasks
 from shared.on_ray import cluster, options, storage, workers
 from shared.running import script
 from shared.running.options import checked
-from shared.running.progress import Progress, write_metrics
+from shared.running.progress import Progress, check_metrics_file, write_metrics
+from shared.running.runs import options_of
 
 TASKS = (tasks.TextTask,)
 
@@ -44,14 +45,15 @@ def main() -> None:
         help="keep weights, gradients and moments in the host's memory; a block visits the GPU to compute")  # fmt: skip
     args = parser.parse_args()
     driver = distributed.Worker(distributed.rank_from_environment(), label="driver")  # rank 0, except under torchrun
-    run = storage.RayRun.from_args(args)
+    run = storage.RayRun.named(args.storage_path, args.run_name, options_of(args), local_mode=args.num_workers == 0)
 
     # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
         sampling.check_divisible(args.batch_size, workers.num_processes(args.num_workers))
-        run.open_or_resume(args, driver)
+        run.open_or_resume(args.resume, driver)
+        check_metrics_file(args.metrics_out)
         tasks.TextTask.load(args)
-    script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
+    script.stop_on_signals(driver, run.resume_hint, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(args.num_workers, args.use_gpu)
 
     # [2] Ray Train starts the workers, makes their process group, and replaces those that die.
@@ -83,7 +85,10 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, args.lr_step_size, gamma=0.5)
 
     # [4] Continue an interrupted run: every rank reads its slices, even if other ranks wrote them.
-    progress = Progress(args, worker, len(task.splits.train), run.options)
+    progress = Progress(
+        worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
+        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+    )  # fmt: skip
     with run.fetch_on_all_ranks(worker) as (folder, state):
         if state is not None:
             sharded.restore_sharded(folder, model, optimizer)
@@ -100,14 +105,14 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [5] Train, validate and save, epoch by epoch.
     while not progress.finished:
-        extra_metrics = train_epoch(model, train_loader, optimizer, task, worker, progress)
+        speed_and_memory = train_epoch(model, train_loader, optimizer, task, worker, progress)
         if progress.interrupted:  # by --save-every-steps
             save(run, worker, model, optimizer, scheduler, progress, {"epoch": 0})
             continue
         metrics = progress.finish_epoch({
             # Every forward pass gathers weights from all ranks, so every rank must make the same number.
             **evaluate(model, sampling.even_batches(val_loader, num_val_batches), task),
-            **extra_metrics,
+            **speed_and_memory,
             "world_size": worker.world_size,
         })  # fmt: skip
         if progress.epoch_complete:
@@ -141,20 +146,27 @@ def train_epoch(
 ) -> dict:  # fmt: skip
     """Train until the epoch ends, or until --save-every-steps or --max-steps interrupts it.
 
-    Returns the metrics that the task adds.
+    Returns the speed, and the largest byte counts of all ranks.
     """
     model.train()
-    for global_count, batch in progress.batches(loader):
+    memory = measure.PeakMemory(worker.device)
+    counts = progress.start_steps()  # the samples of each step, over all ranks
+    for global_count, batch in sampling.deal_batches(loader, progress.epoch, progress.position, counts):
         inputs, targets = task.to_device(batch)
         optimizer.zero_grad()
-        task.before_step(progress, model, optimizer)
+        if progress.in_last_step:  # only there, because measuring is slow on a CPU
+            memory.start(model, optimizer)
         # This rank's share of the mean over the global batch. FSDP divides by the world size, so we multiply by it.
         loss = task.loss(model(inputs), targets) / global_count
         (loss * worker.world_size).backward()
         optimizer.step()
         progress.add_step(loss, global_count)
     progress.finish_steps()  # one all-reduce for all losses, not one per step
-    return task.extra_metrics(progress, model, optimizer)
+    return {
+        "tokens_per_second": progress.position * task.gpt_config.context / progress.seconds,
+        "state_bytes_per_rank": distributed.global_max(measure.state_bytes(model, optimizer)),
+        "peak_memory_bytes": distributed.global_max(memory.stop()),
+    }
 
 
 @torch.no_grad()

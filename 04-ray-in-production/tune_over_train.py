@@ -6,7 +6,6 @@ Use it for trials that need more than one process. If a trial fits in one proces
 since it starts no controller and no workers per trial. A trial whose worker dies fails and is not retried.
 """
 
-import argparse
 import os
 
 import ray.train
@@ -16,7 +15,7 @@ from ray import tune
 from ray.train.torch import TorchTrainer
 from ray.tune.integration.ray_train import TuneReportCallback
 from training import config as configuration
-from training import data, distributed_training, trainer, utils
+from training import data, distributed_training, trainer
 
 import shared
 from shared import distributed
@@ -69,11 +68,10 @@ def main() -> None:
     _, config = configuration.parse_command_line(configuration.parser(__doc__))
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
     driver, num_workers = distributed.Worker(label="driver"), config.cluster.num_workers[0]
-    args = utils.run_args(config, argparse.Namespace(run_name=None, resume=False), num_workers)
     with distributed.fail_together():
         data_folder = data.prepare(config)
-        search = storage.RayRun.from_args(args)
-        search.open_or_resume(args, driver)
+        search = storage.RayRun.named(config.paths.model_save_dir, name=None)
+        search.open_or_resume(resume=False, worker=driver)
     # A trial requests a hundredth of a CPU, for which a whole CPU has to be free.
     use_gpu = cluster.start(
         num_workers,

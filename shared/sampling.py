@@ -1,7 +1,8 @@
 """Deal samples to ranks: each to exactly one, in the same global batches for every world size."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
@@ -105,3 +106,16 @@ def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
         sample = default_collate([loader.dataset[0]])
         for _ in range(num_batches - count):
             yield [tensor[:0] for tensor in sample]
+
+
+def deal_batches(
+    loader: DataLoader, epoch: int, position: int, counts: Sequence[int]
+) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Yield (count, this rank's batch) for each global batch of `counts` samples, from `position` of an epoch on.
+
+    Each epoch has its own order, the same on all ranks. Every rank gets equally many batches.
+    loader: from `rank_loader`. position: the epoch's samples that were trained on before, over all ranks.
+    """
+    loader.sampler.set_epoch(epoch)
+    loader.sampler.set_position(position)
+    yield from zip(counts, islice(even_batches(loader, len(counts)), len(counts)), strict=True)

@@ -10,10 +10,9 @@ from torch import nn
 
 from shared import datasets, models
 from shared.datasets import Splits
-from shared.distributed import Worker, check_same, fail_together, global_max, local_first, retry
+from shared.distributed import Worker, check_same, fail_together, local_first, retry
 from shared.errors import UsageError
 from shared.paths import local_path
-from shared.running.progress import Progress
 from shared.sampling import global_batch_counts
 
 
@@ -31,6 +30,7 @@ class Task:
     differ = "the nodes have read different data"  # what `build` says where checksums differ
     dataset_names: Sequence[str]  # for --dataset
     model_names: Sequence[str]  # for --model, the default first
+    own_options: Sequence[str] = ()  # the names of those that `add_options` adds
 
     def __init__(self, args: argparse.Namespace, splits: Splits, device: torch.device) -> None:
         self.args, self.splits, self.device, self.precision = args, splits, device, args.precision
@@ -95,16 +95,6 @@ class Task:
         samples = torch.tensor(len(targets), dtype=torch.float64, device=targets.device)
         return torch.stack([self.loss(logits, targets).double(), correct, samples])
 
-    def before_step(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare a step. Called before the forward pass of every step.
-
-        By default this does nothing. The text task starts to measure memory in the last step.
-        """
-
-    def extra_metrics(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        """Return the metrics that the task adds to an epoch. Called after the epoch's last step. Collective."""
-        return {}
-
 
 class ImageTask(Task):
     """Classify small images."""
@@ -112,13 +102,6 @@ class ImageTask(Task):
     name = "images"
     dataset_names = tuple(datasets.IMAGE_DATASETS)
     model_names = tuple(models.IMAGE_MODELS)
-
-    @classmethod
-    def complete_options(cls, options: argparse.Namespace) -> None:
-        super().complete_options(options)
-        for name in ("preset", "text_file", "activation_checkpointing"):
-            if getattr(options, name, None):
-                raise UsageError(f"--{name.replace('_', '-')} goes with --dataset text")
 
     @staticmethod
     def load(args: argparse.Namespace) -> Splits:
@@ -145,6 +128,7 @@ class TextTask(Task):
     name, differ = "text", "the nodes' texts differ: give --text-file a file that is the same on all of them"
     dataset_names = ("text",)
     model_names = ("gpt",)
+    own_options = ("preset", "text_file", "activation_checkpointing")
 
     def __init__(self, args: argparse.Namespace, splits: Splits, device: torch.device) -> None:
         super().__init__(args, splits, device)
@@ -181,26 +165,6 @@ class TextTask(Task):
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=self.args.lr)
-
-    def before_step(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if progress.steps_left == 0:  # only in the last step, because measuring is slow on a CPU
-            from shared.measure import PeakMemory  # takes half a second to import
-
-            self.memory = PeakMemory(self.device)
-            self.memory.start(model, optimizer)
-
-    def extra_metrics(self, progress: Progress, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-        from shared.measure import state_bytes
-
-        return self.memory_metrics(progress, state_bytes(model, optimizer), self.memory.stop())
-
-    def memory_metrics(self, progress: Progress, state_bytes: int, peak_bytes: int) -> dict:
-        """Return the tokens per second, and the largest byte counts of all ranks. Collective."""
-        return {
-            "tokens_per_second": progress.position * self.gpt_config.context / progress.seconds,
-            "state_bytes_per_rank": global_max(state_bytes),
-            "peak_memory_bytes": global_max(peak_bytes),
-        }
 
 
 def task_for(dataset: str, tasks: Sequence[type[Task]]) -> type[Task]:

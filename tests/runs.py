@@ -22,18 +22,11 @@ import small_runs
 import torch
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shared.running.options import Options
 from shared.running.script import run_main
 
 ROOT = Path(__file__).parents[1]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIMIT = 900  # seconds; what hangs is ended and fails. A busy machine must not reach it
-
-
-def progress_options(batch_size: int, epochs: int, **others) -> Options:
-    """The options that `shared.running.progress.Progress` reads."""
-    values = {"max_steps": None, "save_every_steps": None, "quiet": False, **others}
-    return Options(batch_size=batch_size, epochs=epochs, **values)
 
 
 def below(process: psutil.Process, command: str) -> list[psutil.Process]:

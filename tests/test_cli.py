@@ -262,7 +262,7 @@ def case(number, saved, clean_up, then, said):
     names = dict(UsageError=UsageError, time=time)
     exec(f"def saved(run): {saved}\\ndef clean_up(): {clean_up}\\ndef then(): {then}", names)
     runs.Run.list_newest_first = names["saved"]
-    script.stop_on_signals(Worker(), runs.Run("runs/mine"), names["clean_up"])
+    script.stop_on_signals(Worker(), runs.Run("runs/mine").resume_hint, names["clean_up"])
     os.kill(os.getpid(), signal.SIGINT)
     script.run_main(names["then"])
 
@@ -295,7 +295,7 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     for handler in (signal.SIG_DFL, signal.SIG_IGN):
         if (child := os.fork()) == 0:
             signal.signal(number, handler)
-            script.stop_on_signals(Worker(), runs.Run("runs/mine"))
+            script.stop_on_signals(Worker(), runs.Run("runs/mine").resume_hint)
             os.kill(os.getpid(), number)
             time.sleep(1 if (number, handler) == (signal.SIGHUP, signal.SIG_IGN) else 600)
             os._exit(0)
@@ -322,7 +322,7 @@ from torch.utils.data import DataLoader
 from shared.running import runs, script
 from shared.distributed import Worker
 
-script.stop_on_signals(Worker(), runs.Run("runs/mine"))
+script.stop_on_signals(Worker(), runs.Run("runs/mine").resume_hint)
 for _ in range(2):  # a loader's workers end with each epoch
     print(sum(len(batch) for batch in DataLoader(range(10), batch_size=4, num_workers=1)))
 """

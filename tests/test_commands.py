@@ -753,8 +753,8 @@ def test_pytest_finds_a_chapter_s_lessons():
 # --- copied out ------------------------------------------------------------------------------------------------------
 
 FIRST = {
-    "checkpoint", "datasets", "distributed", "errors", "measure", "models", "paths", "rendezvous", "running",
-    "sampling", "tasks",
+    "checkpoint", "datasets", "distributed", "errors", "models", "paths", "rendezvous", "running", "sampling",
+    "tasks",
 }  # fmt: skip
 
 
@@ -763,10 +763,10 @@ FIRST = {
     ("02-ddp-pytorch-ray/train_ray_ddp.py", "01-ddp-pytorch-only/train_ddp.py",
      {"on_ray", "sharded"}),
     ("02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ray_images"}),
-    ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", set()),
-    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ds_settings", "zero"}),
+    ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"measure"}),
+    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ds_settings", "measure", "zero"}),
     ("03-fsdp-deepspeed/train_ray_finetune.py", "02-ddp-pytorch-ray/train_ray_ddp.py",
-     {"pairs", "pretrained", "tiny_base"}),
+     {"measure", "pairs", "pretrained", "tiny_base"}),
 ])  # fmt: skip
 def test_what_travels_is_what_the_page_says(script, before, named):
     path = ROOT / script
@@ -782,8 +782,8 @@ def program_needs() -> set[str]:
 
 def test_what_travels_with_the_program_is_what_its_page_says():
     all_of_them = {path.stem for path in (ROOT / "shared").glob("*")} - {"__init__", "__pycache__"}
-    assert all_of_them - program_needs() == {"doctor", "plots"}
-    assert "all except `doctor` and `plots`" in section(f"{PROGRAM}/README.md")
+    assert all_of_them - program_needs() == {"doctor", "measure", "plots"}
+    assert "all except `doctor`, `measure` and `plots`" in section(f"{PROGRAM}/README.md")
 
 
 def test_a_copy_of_the_program_has_all_that_it_imports(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pyarrow import parquet
-from runs import progress_options
 from small_runs import idx_bytes
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 from torchvision.datasets import mnist as torchvision_mnist
@@ -266,31 +265,35 @@ def test_an_epoch_in_parts_has_the_same_batches_and_draws_no_random_numbers():
     """Each part ends at a multiple of --save-every-steps, at --max-steps, or where the epoch does."""
     dataset = TensorDataset(torch.arange(22))
     loader = sampling.rank_loader(dataset, 2, Worker(rank=1, world_size=2), shuffle_seed=3)
-    limits = {"batch_size": 4, "epochs": 9, "quiet": True}
-    progress = Progress(progress_options(**limits), Worker(), 22, options={})
-    progress.load_state_dict({**progress.state_dict(), "step": 7, "epoch": 1})
+
+    def progress_at(step: int, epoch: int, **limits: object) -> Progress:
+        progress = Progress(Worker(), 22, {}, batch_size=4, epochs=9, quiet=True, **limits)
+        progress.load_state_dict({**progress.state_dict(), "step": step, "epoch": epoch})
+        return progress
+
     torch.manual_seed(1)
     before = torch.get_rng_state()
 
     def part(progress: Progress) -> tuple[list[int], list[list[int]]]:
-        counts, batches, left = [], [], []
-        for count, (numbers,) in progress.batches(loader):
-            counts.append(count), batches.append(numbers.tolist()), left.append(progress.steps_left)
-        assert left == list(reversed(range(len(counts))))
+        counts, batches, last = [], [], []
+        for count, (numbers,) in sampling.deal_batches(
+            loader, progress.epoch, progress.position, progress.start_steps()
+        ):
+            counts.append(count), batches.append(numbers.tolist()), last.append(progress.in_last_step)
+            progress.add_step(torch.tensor(1.0), count)
+        assert last == [False] * (len(counts) - 1) + [True]
         return counts, batches
 
-    counts, whole = part(progress)
+    counts, whole = part(progress_at(7, 1))
     assert counts == [4, 4, 4, 4, 4, 2] and len(whole) == 6
-    progress.args, lengths, parts = progress_options(**limits, save_every_steps=4, max_steps=20), [], []
+    progress, lengths, parts = progress_at(7, 1, stop_every=[4, None], max_steps=20), [], []
     while progress.position < 22:
         counts, batches = part(progress)
         parts += batches
         lengths.append(len(counts))
         progress.record_steps([1.0] * len(counts), counts, 1.0)
     assert (parts, lengths) == (whole, [1, 4, 1])  # steps 8, 9 to 12, 13
-    progress.load_state_dict({**progress.state_dict(), "step": 13, "epoch": 2, "position": 0})
-    progress.args = progress_options(**limits, max_steps=15)
-    assert part(progress)[0] == [4, 4]
+    assert part(progress_at(13, 2, max_steps=15))[0] == [4, 4]
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -432,9 +435,9 @@ def test_a_task_of_ones_own_may_read_its_samples_one_by_one():
     task = tasks.build((OwnTask,), args, Worker())
     inputs, targets = task.to_device(sampling.empty_batch(task.splits.train))
     assert inputs.shape == (0, 2, 3) and inputs.dtype == torch.float64 and targets.shape == (0,)
-    progress = Progress(progress_options(4, epochs=1), Worker(), len(task.splits.train), options={})
     loader = sampling.rank_loader(task.splits.train, 4, Worker(), shuffle_seed=0)
-    seen = [number for _, (images, _) in progress.batches(loader) for number in images[:, 0, 0].tolist()]
+    batches = sampling.deal_batches(loader, 0, 0, counts=[4, 4, 2])
+    seen = [number for _, (images, _) in batches for number in images[:, 0, 0].tolist()]
     assert sorted(seen) == list(range(10))
 
 

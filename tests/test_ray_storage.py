@@ -1,6 +1,5 @@
 """shared.on_ray.storage: a run's checkpoints in Ray's storage."""
 
-import argparse
 import json
 import os
 import subprocess
@@ -49,8 +48,12 @@ def snapshot(folder: Path, *names: str) -> Path:
     return path
 
 
-def arguments(*words: str) -> argparse.Namespace:
-    return options.ray_parser("", [tasks.ImageTask]).parse_args(words)
+def named(*words: str) -> RayRun:
+    """The run that a script's command line asks for."""
+    args = options.ray_parser("", [tasks.ImageTask]).parse_args(words)
+    return RayRun.named(
+        args.storage_path, args.run_name, runs.options_of(args), local_mode=args.num_workers == 0
+    )  # fmt: skip
 
 
 def test_the_newest_readable_checkpoint_is_found(tmp_path):
@@ -104,13 +107,12 @@ def test_each_rank_checks_its_share_of_the_files(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_that_the_driver_has_checked_is_not_read_again(tmp_path, monkeypatch):
-    args = arguments("--storage-path", str(tmp_path), "--run-name", "mine", "--resume")
     path = save_with_shards(tmp_path / "mine", 4)
     state = checkpoint.load(path / storage.STATE_FILE)
-    run = RayRun.from_args(args)
+    run = named("--storage-path", str(tmp_path), "--run-name", "mine")
     state["progress"] = {"step": 4, "metrics": [{"epoch": 1}], "options": run.options}
     checkpoint.save_atomically(state, path / storage.STATE_FILE)
-    run.open_or_resume(args, Worker())
+    run.open_or_resume(True, Worker())
     assert (run.folder, run.metrics, run.resumed_from) == (str(tmp_path / "mine"), [{"epoch": 1}], str(path))
     monkeypatch.setattr(sharded, "file_checksums", None)
     assert run.load_on_all_ranks(Worker())[1]["progress"]["step"] == 4
@@ -118,10 +120,11 @@ def test_a_checkpoint_that_the_driver_has_checked_is_not_read_again(tmp_path, mo
 
 def test_local_mode_has_nothing_to_resume(tmp_path):
     words = ("--storage-path", str(tmp_path), "--run-name", "mine", "--num-workers", "0")
-    run = RayRun.from_args(arguments(*words))
-    assert run.open_or_resume(arguments(*words), Worker()) is None and run.load_on_all_ranks(Worker()) == (None, None)
-    with pytest.raises(ValueError, match="stores no checkpoints"):
-        run.open_or_resume(arguments(*words, "--resume"), Worker())
+    run = named(*words)
+    assert run.open_or_resume(False, Worker()) is None and run.load_on_all_ranks(Worker()) == (None, None)
+    for parser in (options.ray_parser, options.elastic_parser):
+        with pytest.raises(UsageError, match="stores no checkpoints"):
+            parser("", [tasks.ImageTask]).parse_args([*words, "--resume"])
 
 
 def test_a_folder_that_is_not_there_holds_nothing(tmp_path):
@@ -195,13 +198,12 @@ def test_a_sharded_checkpoint_that_diverged_is_passed_over(older, in_a_cloud, tm
 
 
 def test_a_run_whose_sharded_checkpoints_have_all_diverged_is_not_resumed(tmp_path, capsys):
-    args = arguments("--storage-path", str(tmp_path), "--run-name", "mine", "--resume")
-    run = RayRun.from_args(args)
+    run = named("--storage-path", str(tmp_path), "--run-name", "mine")
     for step in (4, 8):
         state = {"progress": {"step": step, "options": run.options}, "files": {}, "finite": False}
         checkpoint.save_atomically(state, save(tmp_path / "mine", step) / storage.STATE_FILE)
     with pytest.raises(ValueError, match=r"nothing to resume: no readable checkpoint in .*/mine"):
-        run.open_or_resume(args, Worker())
+        run.open_or_resume(True, Worker())
     assert capsys.readouterr().out.count("(diverged: its weights were not finite)\n") == 2
 
 
@@ -307,17 +309,14 @@ def test_what_a_killed_worker_was_writing_is_deleted(tmp_path, monkeypatch):
 def test_a_folder_with_a_run_of_a_different_kind_is_refused(foreign, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / foreign).touch()
-    args = arguments("--storage-path", str(tmp_path), "--run-name", "mine", "--resume")
     with pytest.raises(ValueError, match=f"mine holds a run of a different kind of script .{foreign[:10]}"):
-        RayRun.from_args(args).open_or_resume(args, Worker())
+        named("--storage-path", str(tmp_path), "--run-name", "mine").open_or_resume(True, Worker())
 
 
 def test_the_run_folder_is_a_path_or_a_uri(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert RayRun.from_args(arguments("--run-name", "mine")).folder == str(tmp_path / "runs/mine")
-    args = arguments("--storage-path", "s3://bucket/runs/", "--run-name", "mine")
-    assert RayRun.from_args(args).folder == "s3://bucket/runs/mine"
-    args = arguments("--storage-path", "s3://bucket/runs/")
-    assert RayRun.from_args(args).folder.startswith("s3://bucket/runs/" + runs.new_name()[:8])
+    assert RayRun.named("runs", "mine").folder == str(tmp_path / "runs/mine")
+    assert RayRun.named("s3://bucket/runs/", "mine").folder == "s3://bucket/runs/mine"
+    assert RayRun.named("s3://bucket/runs/", None).folder.startswith("s3://bucket/runs/" + runs.new_name()[:8])
     with pytest.raises(UsageError, match="takes no options"):
-        RayRun.from_args(arguments("--storage-path", "s3://bucket/runs?scheme=http"))
+        RayRun.named("s3://bucket/runs?scheme=http", None)

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs import ROOT, progress_options
+from runs import ROOT
 
 from shared import checkpoint, tasks
 from shared.distributed import Worker
 from shared.errors import UsageError
 from shared.running import lease, options, restarts, runs
-from shared.running.progress import LINE_EVERY_S, Progress, write_metrics
+from shared.running.progress import LINE_EVERY_S, Progress, check_metrics_file, write_metrics
 from shared.running.restarts import RestartableRun
 
 pytestmark = pytest.mark.usefixtures("plain_python")
@@ -34,8 +34,13 @@ def changed(args, **values):
     return options.Options(**(vars(args) | values))
 
 
-def new_progress(num_samples: int) -> Progress:
-    return Progress(progress_options(batch_size=4, epochs=5), Worker(), num_samples, options={"seed": 0})
+def new_progress(num_samples: int, seed: int = 0, max_steps: int | None = None) -> Progress:
+    return Progress(Worker(), num_samples, {"seed": seed}, batch_size=4, epochs=5, max_steps=max_steps)
+
+
+def named(args) -> RestartableRun:
+    """The run that the options ask for."""
+    return RestartableRun.find(args.storage_path, args.run_name, runs.options_of(args))
 
 
 # --- opening a run ----------------------------------------------------------------------------------------------------
@@ -55,7 +60,7 @@ def args(tmp_path):
 
 @pytest.fixture
 def folder(args):
-    return RestartableRun.from_args(args).folder
+    return named(args).folder
 
 
 def save_step(folder: Path, step: int, **options) -> Path:
@@ -69,7 +74,9 @@ def save_step(folder: Path, step: int, **options) -> Path:
 def open_or_resume(args, folder, restarted=False):
     run = RestartableRun(folder, runs.options_of(args))
     run.restarted = restarted
-    return run.open_or_resume(args, Worker())
+    state = run.open_or_resume(args.resume, Worker())
+    check_metrics_file(args.metrics_out)
+    return state
 
 
 def test_a_run_has_its_folder_under_the_storage_path(args, folder, tmp_path):
@@ -79,7 +86,7 @@ def test_a_run_has_its_folder_under_the_storage_path(args, folder, tmp_path):
 def test_a_run_without_a_name_gets_a_new_one(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "argv", ["some/where/train_ddp.py"])
     monkeypatch.chdir(tmp_path)
-    folder = RestartableRun.from_args(parse()).folder
+    folder = named(parse()).folder
     assert folder.parent == tmp_path / "runs"
     assert folder.name.startswith("train_ddp-20") and folder.name.endswith(f"-{os.getpid()}")
 
@@ -152,12 +159,12 @@ def test_a_restart_by_torchrun_on_a_host_that_has_no_checkpoint_is_refused(args,
     run.restarted, run.saved_step = True, 40
     wanted = f"the checkpoint after step 40 is not in {folder} on .*: give all nodes a --storage-path that they share"
     with pytest.raises(ValueError, match=wanted):
-        run.open_or_resume(args, Worker())
+        run.open_or_resume(args.resume, Worker())
     save_step(folder, 20)  # of a time when rank 0 was on this host
     with pytest.raises(ValueError, match=wanted):
-        run.open_or_resume(args, Worker())
+        run.open_or_resume(args.resume, Worker())
     save_step(folder, 60)  # written a moment before the others could note it
-    assert run.open_or_resume(args, Worker())["progress"]["step"] == 60
+    assert run.open_or_resume(args.resume, Worker())["progress"]["step"] == 60
 
 
 def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monkeypatch):
@@ -165,12 +172,12 @@ def test_a_job_finds_its_notes_again_and_another_job_does_not(args, folder, monk
     args = changed(args, run_name=None)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     restarts.write_note(folder, -1, "its-token")
-    again = RestartableRun.from_args(args)
+    again = named(args)
     assert (again.folder, again.restarted, again.saved_step, again.token) == (folder, True, -1, "its-token")
     again.save({"progress": {"step": 20}}, Worker())
-    assert RestartableRun.from_args(args).saved_step == 20
+    assert named(args).saved_step == 20
     again.save({"progress": {"step": 40}}, Worker(rank=1))  # another node, which has no checkpoint of its own
-    assert RestartableRun.from_args(args).saved_step == 40 and len(runs.Run(folder).list_newest_first()) == 1
+    assert named(args).saved_step == 40 and len(runs.Run(folder).list_newest_first()) == 1
 
 
 def test_a_process_finds_its_agent_even_through_a_wrapper(monkeypatch):
@@ -195,16 +202,15 @@ def test_a_restart_by_torchrun_never_writes_over_checkpoints_that_it_cannot_read
         open_or_resume(args, folder, restarted=True)
 
 
-def test_resume_needs_a_name(args, folder):
-    args = changed(args, resume=True, run_name=None)
-    with pytest.raises(ValueError, match="--resume needs the --run-name"):
-        open_or_resume(args, folder)
+def test_resume_needs_a_name():
+    with pytest.raises(UsageError, match="--resume needs the --run-name"):
+        parse("--resume")
 
 
 def test_a_storage_path_that_is_a_url_is_refused(args):
     args = changed(args, storage_path="s3://bucket/runs")
     with pytest.raises(UsageError, match="--storage-path s3://bucket/runs"):
-        RestartableRun.from_args(args)
+        named(args)
 
 
 def test_a_storage_path_that_cannot_be_made_is_a_clear_error(args, folder):
@@ -325,7 +331,7 @@ def test_in_the_middle_of_an_epoch_a_progress_does_not_continue_with_different_d
     progress.record_steps([3.0], [4], 2.0)
     with pytest.raises(UsageError, match="the epoch began with 10 training samples, but now there are 12"):
         new_progress(12).load_state_dict(progress.state_dict())
-    other_order = Progress(progress_options(batch_size=4, epochs=5), Worker(), 10, options={"seed": 1})
+    other_order = new_progress(10, seed=1)
     with pytest.raises(
         UsageError, match="the epoch began with --seed 0; --seed 1 deals its samples in a different order"
     ):
@@ -354,8 +360,7 @@ def test_a_disk_that_is_full_ends_the_run_with_one_line_and_its_checkpoints_stay
     (0, 0, None, False), (14, 4, None, False), (15, 5, None, True), (7, 2, 7, True), (6, 2, 7, False), (9, 3, 7, True),
 ])  # fmt: skip
 def test_a_run_is_finished_after_its_epochs_or_its_steps(step, epoch, max_steps, finished):
-    progress = new_progress(10)
-    progress.args = progress_options(batch_size=4, epochs=5, max_steps=max_steps)
+    progress = new_progress(10, max_steps=max_steps)
     progress.step, progress.epoch = step, epoch
     assert progress.finished == finished
     assert progress.last_step == (max_steps or 15)
@@ -368,7 +373,7 @@ def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsy
     clock = iter(range(0, 100, 2))
     monkeypatch.setattr("shared.running.progress.time.perf_counter", lambda: next(clock))
     monkeypatch.setattr("shared.running.progress.LINE_EVERY_S", 3)
-    progress = Progress(progress_options(4, epochs=2, quiet=quiet), Worker(rank, world_size=2), 12, options={})
+    progress = Progress(Worker(rank, world_size=2), 12, {}, batch_size=4, epochs=2, quiet=quiet)
     progress.start_steps()  # at 0 s
     for loss in (1.0, 2.0, 3.0):
         progress.add_step(torch.tensor(loss / 2), 4)  # this rank's share of the mean over two ranks
@@ -384,7 +389,7 @@ def test_rank_0_says_how_far_an_epoch_is(rank, quiet, prints, monkeypatch, capsy
 def test_in_a_notebook_a_bar_takes_the_place_of_the_lines(quiet, monkeypatch, capsys):
     monkeypatch.setattr("builtins.__IPYTHON__", True, raising=False)
     monkeypatch.setattr("shared.running.progress.LINE_EVERY_S", 0)
-    progress = Progress(progress_options(4, epochs=2, quiet=quiet), Worker(), 12, options={})
+    progress = Progress(Worker(), 12, {}, batch_size=4, epochs=2, quiet=quiet)
     progress.start_steps()
     for _ in range(3):
         progress.add_step(torch.tensor(1.0), 4)

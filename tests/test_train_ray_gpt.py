@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from runs import ROOT, Fork, assert_resumes_on_one_worker, progress_options, refused, refused_here, train
+from runs import ROOT, Fork, assert_resumes_on_one_worker, refused, refused_here, train
 
 from shared import datasets, measure, models
 from shared.distributed import Worker
@@ -94,7 +94,7 @@ def test_the_learning_rate_is_the_epochs_also_where_a_resumed_run_has_another_ba
     """1,280 windows, halved every two epochs: what DeepSpeed counts on is the steps of the batch before."""
 
     def factor_of(batch_size: int, epoch: int, position: int, step: int) -> Callable[[int], float]:
-        progress = Progress(progress_options(batch_size, epochs=9), Worker(), 1280, options={"lr_step_size": 2})
+        progress = Progress(Worker(), 1280, {"lr_step_size": 2}, batch_size=batch_size, epochs=9)
         progress.load_state_dict(progress.state_dict() | {"epoch": epoch, "position": position, "step": step})
         return deepspeed_script.schedule(progress)
 

@@ -24,7 +24,7 @@ def ray_parser(description: str, tasks: Sequence[type[Task]], **choices: Sequenc
         help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
         help="one GPU per worker (default: if there are any; give it if a cluster has yet to start them)")  # fmt: skip
-    parser.completions.append(refuse_torchrun)
+    parser.completions += [refuse_torchrun, refuse_resume_in_local_mode]
     return parser
 
 
@@ -35,6 +35,12 @@ def refuse_torchrun(options: argparse.Namespace) -> None:
     """
     if options.num_workers not in (0, (0, 0)) and all(name in os.environ for name in FROM_TORCHRUN):
         raise UsageError("Ray starts the processes itself: start with plain python, or give --num-workers 0")
+
+
+def refuse_resume_in_local_mode(options: argparse.Namespace) -> None:
+    """Raise UsageError for --resume in local mode."""
+    if options.resume and options.num_workers in (0, (0, 0)):
+        raise UsageError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
 
 
 def elastic_parser(description: str, tasks: Sequence[type[Task]]) -> Parser:

@@ -1,6 +1,5 @@
 """Keep a run's checkpoints in Ray's storage: a folder that all nodes see, or a cloud's object store."""
 
-import argparse
 import contextlib
 import glob
 import json
@@ -9,7 +8,7 @@ import shutil
 import socket
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -48,16 +47,20 @@ class RayRun(runs.Run):
     local_mode = False  # Ray's local mode stores no checkpoints
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace, **more: object) -> "RayRun":
-        """Return the run that the options ask for.
+    def named(
+        cls, storage_path: str, name: str | None, options: dict | None = None, *, local_mode: bool = False,
+        may_differ: Sequence[str] = (),
+    ) -> "RayRun":  # fmt: skip
+        """Return the run of this name under a path or a URI, or of a new name.
 
-        more: further values that decide what the run computes. Raises UsageError for a URI with options in it.
+        options: see `Run`. may_differ: the names of further options that a resumed run may change. Raises UsageError
+        for a URI with options in it.
         """
-        if "://" in args.storage_path and "?" in args.storage_path:
+        if "://" in storage_path and "?" in storage_path:
             raise UsageError("--storage-path takes no options after a ?; AWS_ENDPOINT_URL names your own S3 store")
-        folder = f"{path_or_uri(args.storage_path)}/{args.run_name or runs.new_name()}"
-        run = cls(folder, runs.options_of(args) | more)
-        run.local_mode = args.num_workers == 0
+        folder = f"{path_or_uri(storage_path)}/{name or runs.new_name()}"
+        run = cls(folder, options, (*runs.MAY_DIFFER, *may_differ))
+        run.local_mode = local_mode
         return run
 
     @property
@@ -163,16 +166,9 @@ class RayRun(runs.Run):
         with contextlib.suppress(FileNotFoundError):
             files.delete_file(f"{path}/{name}")
 
-    def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
-        """Do what `Run.open_or_resume` does, on the driver, before it starts a worker.
-
-        In local mode only --metrics-out is checked. Raises ValueError for --resume in local mode.
-        """
-        if not self.local_mode:
-            return super().open_or_resume(args, worker)
-        if args.resume:
-            raise ValueError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
-        return runs.check_metrics_out(args)
+    def open_or_resume(self, resume: bool, worker: Worker) -> dict | None:
+        """Do what `Run.open_or_resume` does, on the driver, before it starts a worker. In local mode do nothing."""
+        return None if self.local_mode else super().open_or_resume(resume, worker)
 
     def probe(self) -> str | None:
         """Return why this node cannot use the run's folder, or None if it can."""

@@ -25,8 +25,8 @@ RENEW_S, EXPIRY_S = 10, 60
 held: "Lease | None" = None  # the lease that this process holds
 
 
-class Run(Protocol):
-    """The part of `shared.running.runs.Run` that a lease uses: a token, and small files in the run's folder."""
+class Leasable(Protocol):
+    """What a lease needs of a run: a token, and small files in the run's folder."""
 
     folder: object
     token: str
@@ -40,7 +40,7 @@ class Run(Protocol):
 class Lease:
     """This process's right to write to a run. A thread renews it until `release`."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Leasable) -> None:
         self.run, self.ended = run, threading.Event()
         self.thread = threading.Thread(target=self.renew, daemon=True)
         self.text = json.dumps({"token": run.token, **this_process(), "since": time.strftime("%Y-%m-%d %H:%M:%S %z")})
@@ -97,7 +97,7 @@ def is_running(holder: dict) -> bool:
     return False
 
 
-def read_holder(run: Run) -> tuple[dict, float] | None:
+def read_holder(run: Leasable) -> tuple[dict, float] | None:
     """Return (holder, time of the last renewal by the store's clock), or None if nobody holds the lease.
 
     The holder is empty while the file is being written.
@@ -109,7 +109,7 @@ def read_holder(run: Run) -> tuple[dict, float] | None:
     return {}, entry[1]  # the file is being written
 
 
-def acquire(run: Run, worker: Worker) -> None:
+def acquire(run: Leasable, worker: Worker) -> None:
     """Take the lease of a run, and renew it from now on. Raises ValueError if its holder is alive.
 
     Three kinds of holder do not count: this process itself, an earlier attempt of the same job, which has the same
@@ -147,7 +147,7 @@ def acquire(run: Run, worker: Worker) -> None:
     lease.thread.start()
 
 
-def store_time(run: Run) -> float:
+def store_time(run: Leasable) -> float:
     """Return the time in seconds, by the storage's clock."""
     name = f".clock-{run.token}"
     run.write_file(name, "")
@@ -156,7 +156,7 @@ def store_time(run: Run) -> float:
     return now
 
 
-def taken_over_by(run: Run) -> str | None:
+def taken_over_by(run: Leasable) -> str | None:
     """Return who has taken over a run whose lease was acquired, or None if nobody has."""
     entry = read_holder(run)
     if entry is None:
@@ -169,7 +169,7 @@ def describe(holder: dict) -> str:
     return f"process {holder.get('pid')} on {holder.get('host')}, since {holder.get('since')}"
 
 
-def check(run: Run) -> None:
+def check(run: Leasable) -> None:
     """Raise ValueError if a different process has taken over the run. Call it before each save."""
     if other := taken_over_by(run):
         raise ValueError(f"not saved: {run.folder} has been taken over by {other}")

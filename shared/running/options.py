@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NoReturn, TextIO
 
 from shared.distributed import rank_from_environment
@@ -94,7 +95,7 @@ def training_parser(
     datasets = [name for task in tasks for name in task.dataset_names]
     models = models or [name for task in tasks for name in task.model_names]
     parser = Parser(description)
-    parser.completions.append(lambda options: task_for(options.dataset, tasks).complete_options(options))
+    parser.completions += [refuse_resume_without_name, partial(complete_for_task, tasks)]
     add = parser.add_argument
     add("--epochs", type=positive_int, default=5, help="passes over the training set (default: %(default)s)")
     add("--max-steps", type=positive_int, help="stop after this many optimizer steps in all (default: no limit)")
@@ -124,3 +125,19 @@ def training_parser(
     for task in tasks:
         task.add_options(parser)
     return parser
+
+
+def refuse_resume_without_name(options: argparse.Namespace) -> None:
+    """Raise UsageError for --resume without --run-name."""
+    if options.resume and options.run_name is None:
+        raise UsageError("--resume needs the --run-name of the run to continue")
+
+
+def complete_for_task(tasks: Sequence[type[Task]], options: argparse.Namespace) -> None:
+    """Let the data set's task fill in its defaults. Raises UsageError for options that only another task has."""
+    task = task_for(options.dataset, tasks)
+    for other in tasks:
+        for name in other.own_options:
+            if other is not task and getattr(options, name):
+                raise UsageError(f"--{name.replace('_', '-')} goes with --dataset {other.dataset_names[0]}")
+    task.complete_options(options)

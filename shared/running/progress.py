@@ -1,23 +1,21 @@
 """Track a run's progress: its steps and metrics, rank 0's progress lines, and the metrics file."""
 
-import argparse
 import builtins
+import errno
 import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 
 import torch
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from shared.distributed import Worker, global_sum
 from shared.errors import UsageError
-from shared.sampling import even_batches, global_batch_counts
+from shared.sampling import global_batch_counts
 
 LINE_EVERY_S = 5
 written_to_devices: set[tuple[Path, str]] = set()  # (device, line)
@@ -34,12 +32,18 @@ class Progress:
 
     saved = ("step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options")
 
-    def __init__(self, args: argparse.Namespace, worker: Worker, num_samples: int, options: dict) -> None:
+    def __init__(
+        self, worker: Worker, num_samples: int, options: dict, *, batch_size: int, epochs: int,
+        max_steps: int | None = None, stop_every: Sequence[int | None] = (), quiet: bool = False,
+    ) -> None:  # fmt: skip
         """Start at the first step of epoch 0.
 
-        args: batch_size, epochs, max_steps, save_every_steps and quiet. num_samples: per epoch, over all ranks.
+        num_samples: per epoch, over all ranks. batch_size: over all ranks. max_steps: in all. stop_every: numbers of
+        steps, or None; an epoch is interrupted after each multiple of one of them. quiet: print no progress lines.
         """
-        self.args, self.worker, self.num_samples, self.options = args, worker, num_samples, options
+        self.worker, self.num_samples, self.options = worker, num_samples, options
+        self.batch_size, self.epochs, self.max_steps, self.quiet = batch_size, epochs, max_steps, quiet
+        self.stop_every = [steps for steps in stop_every if steps is not None]
         self.step, self.epoch, self.metrics = 0, 0, []
         self.begin_epoch()
 
@@ -63,18 +67,18 @@ class Progress:
     @property
     def last_step(self) -> int:
         """The number of the run's last step."""
-        steps = self.args.epochs * math.ceil(self.num_samples / self.args.batch_size)
-        return min(steps, self.args.max_steps or steps)
+        steps = self.epochs * math.ceil(self.num_samples / self.batch_size)
+        return min(steps, self.max_steps or steps)
 
     @property
     def finished(self) -> bool:
         """Whether all epochs, or all steps that --max-steps allows, are done."""
-        return self.epoch >= self.args.epochs or self.step >= (self.args.max_steps or math.inf)
+        return self.epoch >= self.epochs or self.step >= (self.max_steps or math.inf)
 
     @property
     def interrupted(self) -> bool:
-        """Whether --save-every-steps, or --eval-every-steps where a script has it, has interrupted the epoch."""
-        return 0 < self.position < self.num_samples and self.step != self.args.max_steps
+        """Whether a number of `stop_every` has interrupted the epoch."""
+        return 0 < self.position < self.num_samples and self.step != self.max_steps
 
     @property
     def epoch_complete(self) -> bool:
@@ -85,35 +89,28 @@ class Progress:
         """Go back to the epoch's first sample, even if the epoch was cut short."""
         self.position, self.seconds, self.loss_sum, self.step_losses = 0, 0.0, 0.0, []
 
-    def start_steps(self) -> None:
-        """Start the clock. From here on `add_step` collects what `finish_steps` adds up."""
+    def start_steps(self) -> list[int]:
+        """Start the clock, and return how many samples each of the next steps takes, over all ranks.
+
+        The steps run to the end of the epoch, to the next multiple of a number of `stop_every`, or to `max_steps`,
+        whichever comes first. From here on `add_step` collects what `finish_steps` adds up.
+        """
+        self.planned = global_batch_counts(self.num_samples - self.position, self.batch_size)
+        if self.max_steps is not None:
+            self.planned = self.planned[: self.max_steps - self.step]
+        for every in self.stop_every:
+            self.planned = self.planned[: every - self.step % every]
         self.losses, self.counts, self.started = [], [], time.perf_counter()
         self.printed_steps, self.printed_at = 0, self.started
         in_notebook = hasattr(builtins, "__IPYTHON__")
-        hidden = self.args.quiet or self.worker.rank > 0 or not in_notebook
+        hidden = self.quiet or self.worker.rank > 0 or not in_notebook
         self.bar = tqdm(desc="steps", total=self.last_step, initial=self.step, disable=hidden, leave=False)
+        return self.planned
 
-    def batches(self, loader: DataLoader) -> Iterator[tuple[int, list[torch.Tensor]]]:
-        """Yield (samples over all ranks, this rank's batch) for the next steps.
-
-        The steps run to the end of the epoch, to the next multiple of --save-every-steps (or of --eval-every-steps,
-        where a script has it), or to --max-steps, whichever comes first. Every rank gets equally many. Each epoch has
-        its own order, the same on all ranks.
-        loader: from `sampling.rank_loader`.
-        """
-        loader.sampler.set_epoch(self.epoch)
-        loader.sampler.set_position(self.position)
-        counts = global_batch_counts(self.num_samples - self.position, self.args.batch_size)
-        if self.args.max_steps is not None:
-            counts = counts[: self.args.max_steps - self.step]
-        for every in (self.args.save_every_steps, getattr(self.args, "eval_every_steps", None)):
-            if every is not None:
-                counts = counts[: every - self.step % every]
-        self.start_steps()
-        batches = islice(even_batches(loader, len(counts)), len(counts))
-        for number, (count, batch) in enumerate(zip(counts, batches, strict=True), start=1):
-            self.steps_left = len(counts) - number
-            yield count, batch
+    @property
+    def in_last_step(self) -> bool:
+        """Whether the step that is being computed is the last one of those that `start_steps` has planned."""
+        return len(self.losses) == len(self.planned) - 1
 
     def add_step(self, loss: torch.Tensor, count: int) -> None:
         """Record a step. Every few seconds rank 0 shows its progress: a line, or in a notebook a bar.
@@ -123,7 +120,7 @@ class Progress:
         self.losses.append(loss.detach())
         self.counts.append(count)
         self.bar.update()
-        prints = self.worker.rank == 0 and not self.args.quiet and self.bar.disable
+        prints = self.worker.rank == 0 and not self.quiet and self.bar.disable
         if prints and time.perf_counter() > self.printed_at + LINE_EVERY_S:
             self.print_line()
 
@@ -135,9 +132,9 @@ class Progress:
         own_loss = torch.stack(self.losses[self.printed_steps :]).mean().item() * self.worker.world_size
         now, step = time.perf_counter(), self.step + len(self.losses)
         rate = sum(self.counts[self.printed_steps :]) / (now - self.printed_at)
-        left = timedelta(seconds=round(max(0, self.last_step - step) * self.args.batch_size / rate))
+        left = timedelta(seconds=round(max(0, self.last_step - step) * self.batch_size / rate))
         self.worker.log(
-            f"epoch {self.epoch + 1}/{self.args.epochs}  step {step} of {self.last_step}  "
+            f"epoch {self.epoch + 1}/{self.epochs}  step {step} of {self.last_step}  "
             f"loss of rank 0 alone {own_loss:.4f}  {rate:.0f} samples/s  {left} left"
         )
         self.printed_steps, self.printed_at = len(self.losses), now
@@ -186,7 +183,7 @@ class Progress:
     def describe(self, line: dict) -> str:
         """Return an epoch's metrics as a line of text."""
         return (
-            f"epoch {line['epoch']}/{self.args.epochs}  train_loss {line['train_loss']:.4f}  "
+            f"epoch {line['epoch']}/{self.epochs}  train_loss {line['train_loss']:.4f}  "
             f"val_loss {line['val_loss']:.4f}  val_accuracy {line['val_accuracy']:.3f}  "
             f"{line['samples_per_second']:.0f} samples/s"
         )
@@ -214,3 +211,16 @@ def write_metrics(path: str | Path | None, lines: list[dict]) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text("".join(text))
     os.replace(partial, path)
+
+
+def check_metrics_file(path: str | Path | None) -> None:
+    """Raise ValueError if --metrics-out cannot be written to. Its content stays."""
+    if path is not None:
+        try:
+            file = Path(path).resolve()
+            if file.exists() and not (file.is_file() or file.is_char_device()):  # opening a pipe would block forever
+                raise OSError(errno.EINVAL, "not a file")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            open(file, "a").close()
+        except OSError as error:
+            raise ValueError(f"cannot write to --metrics-out: {error.strerror}: {path}") from error

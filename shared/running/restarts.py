@@ -6,7 +6,6 @@ So each node keeps a note in the run's folder. The file is named after the agent
 of the newest checkpoint. A later start of the same script has a different agent and does not find the note.
 """
 
-import argparse
 import os
 import socket
 from pathlib import Path
@@ -29,37 +28,38 @@ class RestartableRun(runs.Run):
     saved_step = -1
 
     @classmethod
-    def from_args(cls, args: argparse.Namespace) -> "RestartableRun":
-        """Return the run that the options ask for. Collective.
+    def find(cls, storage_path: str, name: str | None, options: dict | None = None) -> "RestartableRun":
+        """Return the run of this name under `storage_path`, or of a new name. Collective.
 
         It is the same on every rank, and after every restart by torchrun.
         """
-        if "://" in args.storage_path:
-            raise UsageError(f"--storage-path {args.storage_path} is a URI, but this script needs a folder")
-        storage_path, note = Path(args.storage_path).absolute(), None
+        if "://" in storage_path:
+            raise UsageError(f"--storage-path {storage_path} is a URI, but this script needs a folder")
+        folder, note = Path(storage_path).absolute(), None
         with fail_together():
-            note = find_note(storage_path)
+            note = find_note(folder)
         # Rank 0 may be on a different host than before the restart, so any node's note counts.
         notes = [note for note in gather_objects(note) if note]
-        run = cls(storage_path / (args.run_name or from_rank_zero(runs.new_name())), runs.options_of(args))
+        run = cls(folder / (name or from_rank_zero(runs.new_name())), options)
         if notes:
             name, run.saved_step, run.token = max(notes, key=lambda note: note[1])
-            run.folder, run.restarted = storage_path / name, True
+            run.folder, run.restarted = folder / name, True
         run.token = from_rank_zero(run.token)
         return run
 
-    def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
-        """Open the run as `Run.open_or_resume` does, and continue it after a restart.
-
-        Raises ValueError if the checkpoint from before the restart is missing on this node.
-        """
+    def check_opening(self, resume: bool) -> None:
+        """Raise ValueError as `Run.check_opening` does, or if the checkpoint from before a restart is missing here."""
         newest = next(iter(self.list_newest_first()), None)
         if self.saved_step >= 0 and (not newest or newest < checkpoint.path_for_step(self.folder, self.saved_step)):
             raise ValueError(
                 f"the checkpoint after step {self.saved_step} is not in {self.folder} on {socket.gethostname()}, where "
                 "rank 0 is now: give all nodes a --storage-path that they share, or --resume with rank 0 where it is"
             )
-        state = super().open_or_resume(args, worker)
+        super().check_opening(resume)
+
+    def open_or_resume(self, resume: bool, worker: Worker) -> dict | None:
+        """Do what `Run.open_or_resume` does, and note on this node that the run is this job's."""
+        state = super().open_or_resume(resume, worker)
         if not self.restarted:
             write_note(Path(self.folder), -1, self.token)
         elif state is None:

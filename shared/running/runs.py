@@ -1,12 +1,13 @@
 """Manage a run: the folder of its checkpoints, the right to write there, and how to continue it."""
 
 import argparse
-import errno
 import os
 import shlex
 import sys
 import time
 import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from shared import checkpoint
@@ -14,18 +15,22 @@ from shared.distributed import Worker, fail_together
 from shared.running import lease
 
 SEARCH = "experiment_state"  # the prefix of Ray Tune's own files
+MAY_DIFFER = ("text_file", "precision", "batch_size", "lr", "lr_step_size", "seed")
 
 
 class Run:
     """A run whose checkpoints are files in a folder that this node sees, one file each (`shared.checkpoint`).
 
     options: those that decide what the run computes. They are saved in its checkpoints.
+    may_differ: the names of those that a resumed run may change. It must share all others with its checkpoint.
     """
 
     restarted = False  # whether a launcher has restarted this run (`shared.running.restarts`)
 
-    def __init__(self, folder: Path | str, options: dict | None = None) -> None:
-        self.folder, self.options = folder, options or {}
+    def __init__(
+        self, folder: Path | str, options: dict | None = None, may_differ: Sequence[str] = MAY_DIFFER
+    ) -> None:  # fmt: skip
+        self.folder, self.options, self.may_differ = folder, options or {}, may_differ
         self.token = uuid.uuid4().hex  # shared by the processes that may write to the run (`shared.running.lease`)
         self.is_leased = False
         # Set from the checkpoint that `open_or_resume` has read:
@@ -73,76 +78,69 @@ class Run:
         """Delete such a file, if it exists."""
         Path(self.folder, name).unlink(missing_ok=True)
 
-    def open_or_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
-        """Make the run's folder, and return the state to continue from, or None to start from scratch.
+    def open_or_resume(self, resume: bool, worker: Worker) -> dict | None:
+        """Return the state to continue from, or None to start from scratch.
 
         Only rank 0 calls it. From here on no other process may write to the run, until `lease.release`. Raises
-        ValueError if the run exists and is not resumed, and if there is nothing to resume. The same error is raised for
-        a checkpoint of a different model or data set, for storage that cannot be written to, and for a run that a
-        different process is writing to.
+        ValueError if the run cannot be opened or continued.
         """
-        if args.resume and args.run_name is None:
-            raise ValueError("--resume needs the --run-name of the run to continue")
+        self.check_opening(resume)
+        lease.acquire(self, worker)
+        try:
+            path, state, skipped = self.load_newest(worker)
+            for what in skipped:
+                worker.log(f"skipped {what}")
+            if state is None and (skipped or (resume and not self.restarted)):
+                raise ValueError(f"nothing to resume: no readable checkpoint in {self.folder}")
+            if state is not None:
+                progress = state.get("progress", {})
+                self.check_options(path, progress.get("options", {}), worker)
+                worker.log(f"resuming from {path}")
+                self.resumed_from, self.metrics = path, progress.get("metrics", [])
+            return state
+        except BaseException:
+            lease.release()
+            raise
+
+    def check_opening(self, resume: bool) -> None:
+        """Raise ValueError if the run cannot be opened, before anything is read. Its folder is made to find out.
+
+        That is so if it exists and is not resumed, if there is nothing to resume, if a different kind of script has
+        written to its folder, and if the storage cannot be written to.
+        """
         if foreign := self.list_foreign():
             raise ValueError(
                 f"{self.folder} holds a run of a different kind of script ({Path(foreign[0]).name}): choose a "
                 "different --run-name"
             )
         found = self.list_newest_first()
-        if found and not (args.resume or self.restarted):
+        if found and not (resume or self.restarted):
             raise ValueError(
                 f"{self.folder} holds a run already: add --resume to continue it, or choose a different --run-name"
             )
-        if args.resume and not (found or self.restarted):
+        if resume and not (found or self.restarted):
             raise ValueError(f"nothing to resume: no readable checkpoint in {self.folder}")
         try:
             self.make_folder()
         except OSError as error:
             raise ValueError(f"cannot write to --storage-path: {error.strerror or error}: {self.folder}") from error
-        check_metrics_out(args)
-        lease.acquire(self, worker)
-        try:
-            return self.load_to_resume(args, worker)
-        except BaseException:
-            lease.release()
-            raise
-
-    def load_to_resume(self, args: argparse.Namespace, worker: Worker) -> dict | None:
-        """Return the state to continue from, or None if there is none and none is needed.
-
-        Raises ValueError if no checkpoint is readable but one is needed.
-        """
-        path, state, skipped = self.load_newest(worker)
-        for what in skipped:
-            worker.log(f"skipped {what}")
-        if state is None and (skipped or (args.resume and not self.restarted)):
-            raise ValueError(f"nothing to resume: no readable checkpoint in {self.folder}")
-        if state is not None:
-            progress = state.get("progress", {})
-            self.check_options(path, progress.get("options", {}), worker)
-            worker.log(f"resuming from {path}")
-            self.resumed_from, self.metrics = path, progress.get("metrics", [])
-        return state
 
     def check_options(self, path: Path | str, saved: dict, worker: Worker) -> None:
         """Raise ValueError if a checkpoint is of a different model, data set or script.
 
-        Other options that differ are reported in the log.
+        Options that may differ, and do, are reported in the log.
         """
         now = self.options
-        tuned = ("base", "data_file", "lora_rank", "lora_targets", "lora_alpha")
-        for name in ("model", "preset", "zero_stage", "dataset", *tuned):
-            if (name in saved) != (name in now):
-                raise ValueError(f"{path} was not written by this training script")
-            if saved.get(name) != now.get(name):
-                before, after = (f"{option_of(name, each[name])} {each[name]}" for each in (saved, now))
+        changed = [name for name in now | saved if saved.get(name) != now.get(name)]
+        for name in changed:
+            if name not in self.may_differ:
+                if name not in saved or name not in now:
+                    raise ValueError(f"{path} was not written by this training script")
+                before, after = (option_of(name, each[name]) for each in (saved, now))
                 raise ValueError(f"{path} is of {before}, but this run asks for {after}")
-        if any(saved.get(name) != now.get(name) for name in ("classes", "image_size")):
-            raise ValueError(f"{path} was trained on images with different labels or a different --image-size")
-        for name in saved | now:
-            if saved.get(name) != now.get(name):
-                ignored = " is ignored: optimizer and schedule are restored" * (name in ("lr", "lr_step_size"))
-                worker.log(f"note: {name} {now.get(name)}{ignored}; the run was started with {saved.get(name)}")
+        for name in changed:
+            ignored = " is ignored: optimizer and schedule are restored" * (name in ("lr", "lr_step_size"))
+            worker.log(f"note: {name} {now.get(name)}{ignored}; the run was started with {saved.get(name)}")
 
     def save(self, state: dict, worker: Worker) -> None:
         """Let rank 0 write a `checkpoint.training_state` and keep the two newest. Collective.
@@ -164,7 +162,9 @@ class Run:
     def resume_hint(self) -> str:
         """Return what a user needs to know when a run ends early: what is saved, and how to continue."""
         try:
-            newest = self.list_newest_first()
+            newest = ThreadPoolExecutor().submit(self.list_newest_first).result(timeout=5)
+        except TimeoutError:
+            return f"{self.folder} does not answer; continue with: {self.resume_command()}"
         except Exception as error:  # any error of the storage: expired credentials, an unreachable share
             return f"cannot see what is saved in {self.folder} ({error}); continue with: {self.resume_command()}"
         return f"{newest[0]} is saved; continue with: {self.resume_command()}" if newest else "nothing was saved yet"
@@ -189,25 +189,14 @@ def new_name() -> str:
 
 
 def option_of(name: str, value: object) -> str:
-    """Return the option that sets this value: your own images come from --data-uri, not --dataset."""
-    return "--data-uri" if name == "dataset" and "/" in value else f"--{name.replace('_', '-')}"
+    """Name a value of a run in a message, by its option. Your own images come from --data-uri, not --dataset."""
+    if isinstance(value, list):  # of the data, not of an option
+        return f"{name} {', '.join(map(str, value))}"
+    option = "--data-uri" if name == "dataset" and "/" in value else f"--{name.replace('_', '-')}"
+    return f"{option} {value}" if value is not None else f"no {option}"
 
 
-def options_of(args: argparse.Namespace) -> dict:
-    """Return the options that decide what a run computes, without those that it does not have."""
-    names = ("model", "preset", "dataset", "text_file", "precision", "batch_size", "lr", "lr_step_size", "seed")
-    values = {name: getattr(args, name, None) for name in (*names, "image_size", "augment")}
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def check_metrics_out(args: argparse.Namespace) -> None:
-    """Raise ValueError if --metrics-out cannot be written to. Its content stays."""
-    if args.metrics_out is not None:
-        try:
-            path = Path(args.metrics_out).resolve()
-            if path.exists() and not (path.is_file() or path.is_char_device()):  # opening a pipe would block forever
-                raise OSError(errno.EINVAL, "not a file")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            open(path, "a").close()
-        except OSError as error:
-            raise ValueError(f"cannot write to --metrics-out: {error.strerror}: {args.metrics_out}") from error
+def options_of(args: argparse.Namespace, *names: str) -> dict:
+    """Return the options that decide what a run computes: those that all scripts have, and `names` of this script's."""
+    common = ("model", "dataset", *MAY_DIFFER)
+    return {name: getattr(args, name) for name in (*common, "preset", *names) if hasattr(args, name)}

@@ -16,16 +16,15 @@ import torch.distributed as dist
 from shared.distributed import Worker, rank_from_environment
 from shared.errors import RunFailed, UsageError
 from shared.running import lease
-from shared.running.runs import Run
 
 STOPPING = threading.Event()
 
 
-def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lambda: None) -> None:
+def stop_on_signals(worker: Worker, hint: Callable[[], str], clean_up: Callable[[], None] = lambda: None) -> None:
     """End this process within seconds of Ctrl-C, SIGTERM or a closed terminal, with exit code 128 + signal.
 
-    Rank 0 first says which checkpoint is saved and how to continue `run`. Then `clean_up` is called. Neither can keep
-    the process from ending: storage that does not answer, a closed standard output or an error gets a few seconds each.
+    Rank 0 first says what `hint` returns, such as `Run.resume_hint`. Then `clean_up` is called. Neither can keep the
+    process from ending: storage that does not answer, a closed standard output or an error gets a few seconds each.
 
     A thread handles the signal, because Python runs signal handlers in the main thread only, and that may be waiting in
     a collective for a rank that has gone. The thread receives every signal that has a handler, including the SIGCHLD of
@@ -41,11 +40,8 @@ def stop_on_signals(worker: Worker, run: Run, clean_up: Callable[[], None] = lam
         signal.signal(number, lambda *_: STOPPING.set())
 
     def say(name: str, pool: ThreadPoolExecutor) -> None:
-        try:
-            hint = pool.submit(run.resume_hint).result(timeout=5)
-        except TimeoutError:
-            hint = f"{run.folder} does not answer; continue with: {run.resume_command()}"
-        pool.submit(worker.log, f"stopped by {name}: {hint}").result(timeout=5)
+        said = pool.submit(hint).result(timeout=6)
+        pool.submit(worker.log, f"stopped by {name}: {said}").result(timeout=5)
 
     def wait() -> None:
         while (number := os.read(read_end, 1)[0]) not in stops:

@@ -179,8 +179,7 @@ def main() -> None:
         scratch.cleanup()
 
     # Not by KeyboardInterrupt: at its end the process would wait for the thread that trains.
-    interrupted = argparse.Namespace(resume_hint=lambda: "run it again to check the cluster")
-    script.stop_on_signals(Worker(label="driver"), interrupted, clean_up)
+    script.stop_on_signals(Worker(label="driver"), lambda: "run it again to check the cluster", clean_up)
     out = sys.stdout
     # Ray's output goes to standard error; standard output has only the items.
     with contextlib.redirect_stdout(sys.stderr), scratch as folder:

@@ -12,7 +12,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from shared.errors import UsageError
-from shared.running.options import Parser, run_name
+from shared.running.options import Parser, refuse_resume_without_name, run_name
 
 
 def reject_bool(value: object) -> object:
@@ -293,7 +293,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"cluster.use_gpu = false and cluster.resources_per_worker.GPU = {gpus:g}: they contradict each other"
 
 
-def parser(description: str) -> argparse.ArgumentParser:
+def parser(description: str) -> Parser:
     """Return a parser with the options of every program that reads the configuration."""
     parser = Parser(description)
     add = parser.add_argument
@@ -304,7 +304,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run_parser(description: str) -> argparse.ArgumentParser:
+def run_parser(description: str) -> Parser:
     """Return a parser that also has the options of programs whose runs have a name."""
     runs = parser(description)
     runs.add_argument(
@@ -314,6 +314,7 @@ def run_parser(description: str) -> argparse.ArgumentParser:
     )
     help_resume = "continue from the newest readable checkpoint of --run-name"
     runs.add_argument("--resume", action="store_true", help=help_resume)
+    runs.completions.append(refuse_resume_without_name)
     return runs
 
 

@@ -28,13 +28,12 @@ def main() -> None:
     options, config = configuration.parse_command_line(configuration.run_parser(__doc__))
     driver = distributed.Worker(label="driver")
     fewest, most = config.cluster.num_workers
-    args = utils.run_args(config, options, num_workers=fewest)
     with distributed.fail_together():
         data_folder = data.prepare(config, driver.log)
-        run = storage.RayRun.from_args(args)
-        run.open_or_resume(args, driver)
+        run = storage.RayRun.named(config.paths.model_save_dir, options.run_name)
+        run.open_or_resume(options.resume, driver)
     folders = trainer.Folders(run.folder, data_folder, str(Path(config.paths.log_dir, run.name).absolute()))
-    script.stop_on_signals(driver, run, clean_up=cluster.stop_at_once)
+    script.stop_on_signals(driver, run.resume_hint, clean_up=cluster.stop_at_once)
     use_gpu = cluster.start(
         fewest,
         config.cluster.use_gpu,

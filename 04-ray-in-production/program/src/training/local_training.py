@@ -19,15 +19,14 @@ def main() -> None:
     """Check the configuration, open the run's folder and train."""
     options, config = configuration.parse_command_line(configuration.run_parser(__doc__))
     worker = distributed.join()
-    args = utils.run_args(config, options, num_workers=0)
     with distributed.fail_together():
         if worker.world_size > 1:
             raise ValueError("this program runs in one process; for several, use distributed_training.py")
         data_folder = data.prepare(config, worker.log)
-        run = restarts.RestartableRun.from_args(args)
-        state = run.open_or_resume(args, worker)
+        run = restarts.RestartableRun.find(config.paths.model_save_dir, options.run_name)
+        state = run.open_or_resume(options.resume, worker)
     folders = trainer.Folders(str(run.folder), data_folder, str(Path(config.paths.log_dir, run.folder.name).absolute()))
-    script.stop_on_signals(worker, run)
+    script.stop_on_signals(worker, run.resume_hint)
 
     result = trainer.train(config, folders, worker, lambda: state, utils.store_in(run, config))
     worker.log(f"done: {utils.write_metrics(config, result['run'], result)}; checkpoints in {run.folder}")

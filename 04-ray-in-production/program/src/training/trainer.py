@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shared import checkpoint, distributed, tasks
 from shared.distributed import Worker
-from shared.running import options
 from shared.running.progress import Progress
-from shared.sampling import check_divisible, rank_loader
+from shared.sampling import check_divisible, deal_batches, rank_loader
 from training import data, model, utils
 from training.config import Config
 
@@ -99,11 +98,10 @@ class Trainer:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, training.lr_step_size, training.lr_gamma)
         self.scaler = torch.amp.GradScaler(worker.device.type, enabled=training.precision == "fp16")
         distributed.seed_everything(training.seed + worker.rank)  # each rank draws its own dropout masks
-        args = options.Options(
-            batch_size=training.batch_size, epochs=training.epochs, max_steps=None, save_every_steps=None,
+        self.progress = TextProgress(
+            worker, len(splits.train), options={}, batch_size=training.batch_size, epochs=training.epochs,
             quiet=True,  # the trainer writes its own log
         )  # fmt: skip
-        self.progress = TextProgress(args, worker, len(splits.train), options={})
         self.loader = rank_loader(
             splits.train, training.batch_size // worker.world_size, worker, training.seed, config.dataset.loader_workers
         )
@@ -149,10 +147,13 @@ class Trainer:
         config, progress = self.config, self.progress
         self.ddp_model.train()
         totals, counts, started = [], [], time.perf_counter()  # since the last call of log_steps
-        for count, batch in progress.batches(self.loader):
+        planned = progress.start_steps()
+        last_step = progress.step + len(planned)
+        for count, batch in deal_batches(self.loader, progress.epoch, progress.position, planned):
             totals.append(self.train_step(batch, count))
             counts.append(count)
-            step, is_last = progress.step + len(totals), progress.steps_left == 0
+            step = progress.step + len(totals)
+            is_last = step == last_step
             save_now = config.checkpoint.every_steps and step % config.checkpoint.every_steps == 0 and not is_last
             if save_now or is_last or step % config.training.log_every == 0:
                 self.log_steps(totals, counts, time.perf_counter() - started)

@@ -8,7 +8,6 @@ A trial is one training in one process, judged by its val_accuracy. The search d
 many trials at a time as the CPUs or GPUs allow with tuning.resources_per_trial.
 """
 
-import argparse
 import json
 import logging
 import math
@@ -31,7 +30,7 @@ from shared.errors import RunFailed, UsageError
 from shared.on_ray import cluster, storage
 from shared.running import script
 from training import config as configuration
-from training import data, distributed_training, trainer, utils
+from training import data, distributed_training, trainer
 from training.config import Config
 
 STATE_FILE = "state.pt"
@@ -42,9 +41,9 @@ HONORED = ("tuning.resources_per_trial",)  # a resumed search may change it
 class Search(storage.RayRun):
     """The folder of a search, with each trial's folder and Tune's experiment state."""
 
-    def open_or_resume(self, args: argparse.Namespace, worker: distributed.Worker) -> dict | None:
+    def open_or_resume(self, resume: bool, worker: distributed.Worker) -> dict | None:
         """As `Run.open_or_resume`. A new search writes what it was started with."""
-        state = super().open_or_resume(args, worker)
+        state = super().open_or_resume(resume, worker)
         if state is None:
             self.write_file(OPTIONS_FILE, json.dumps(self.options))
         return state
@@ -97,17 +96,17 @@ def main() -> None:
     parser.add_argument("--out", required=True, help="write the best configuration to this folder, for --config-dir")
     options, config = configuration.parse_command_line(parser)
     driver = distributed.Worker(label="driver")
-    args = utils.run_args(config, options, num_workers=1)
     with distributed.fail_together():
         data_folder = data.prepare(config, driver.log)
         configuration.prepare_to_write(options.out, options.config_dir, may_replace=options.resume)
-        search = Search.from_args(args, **search_options(config, data_folder))
-        search.open_or_resume(args, driver)
+        folder = config.paths.model_save_dir
+        search = Search.named(folder, options.run_name, search_options(config, data_folder))
+        search.open_or_resume(options.resume, driver)
     logging.getLogger("ray.tune.analysis").setLevel(logging.ERROR)  # it warns about trials that have not started yet
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
     os.environ["TUNE_DISABLE_SIGINT_HANDLER"] = "1"  # Tune would end only the search on Ctrl-C, and then continue
     os.environ.setdefault("TUNE_WARN_EXCESSIVE_EXPERIMENT_CHECKPOINT_SYNC_THRESHOLD_S", "0")  # trials may be short
-    script.stop_on_signals(driver, search, clean_up=cluster.stop_at_once)
+    script.stop_on_signals(driver, search.resume_hint, clean_up=cluster.stop_at_once)
     resources = config.tuning.resources_per_trial
     use_gpu = cluster.start(1, config.cluster.use_gpu, packages=[shared, training], check_room=not resources)
     if resources and not distributed_training.has_room(resources, 1, driver):

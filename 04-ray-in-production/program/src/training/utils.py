@@ -3,7 +3,6 @@
 import json
 import socket
 import time
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 
@@ -43,14 +42,6 @@ class Log:
             file.write(json.dumps(line) + "\n")
         if worker.rank == 0:
             worker.log(message)
-
-
-def run_args(config: Config, options: Namespace, num_workers: int) -> Namespace:
-    """Return a run's options under the names that `shared` uses. num_workers: 0 without Ray."""
-    return Namespace(
-        storage_path=config.paths.model_save_dir, run_name=options.run_name, resume=options.resume, metrics_out=None,
-        num_workers=num_workers,
-    )  # fmt: skip
 
 
 def store_in(run: Run, config: Config) -> Callable[[dict, dict], None]:
