@@ -22,10 +22,12 @@ class UnpaddedDistributedSampler(DistributedSampler):
     """
 
     def __init__(self, dataset: Dataset, num_replicas: int, rank: int, shuffle: bool = True, seed: int = 0) -> None:
+        """num_replicas: the world size. The other arguments are DistributedSampler's."""
         super().__init__(dataset, num_replicas, rank, shuffle=shuffle, seed=seed)
         self.position = 0
 
     def set_position(self, samples: int) -> None:
+        """Start the next iteration after that many samples of the epoch, over all ranks."""
         self.position = samples
 
     def __iter__(self) -> Iterator[int]:

@@ -45,6 +45,7 @@ class Parser(argparse.ArgumentParser):
         self.completions: list[Callable[[argparse.Namespace], None]] = []
 
     def parse_args(self, words: Sequence[str] | None = None) -> Options:
+        """Return the options of a command line, by default this process's. Raises UsageError."""
         parsed = super().parse_args(words)
         for complete in self.completions:
             complete(parsed)
