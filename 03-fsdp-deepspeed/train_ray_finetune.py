@@ -10,6 +10,10 @@ It is train_ray_fsdp2.py with pretrained weights, and with a loss that is the me
 the same --seed and --batch-size, the losses are the same for any number of workers, up to rounding, unless dropout
 draws random numbers. With two or more workers no process ever holds the whole model. A worker that dies is replaced,
 and the run continues from its newest checkpoint. --resume continues it with any number of workers.
+
+New against train_ray_fsdp2.py: [1] checks base and rows. [3] reads the base's weights, each rank its slices, and warms
+up the learning rate. [4] restores random numbers too, for dropout. `train_epoch` takes a batch in parts, divides by its
+answer tokens, and clips. [5] validates inside an epoch too, and shows answers. [6] exports.
 """
 
 from argparse import Namespace

@@ -136,7 +136,8 @@ def leave() -> None:
 
     If a process group or a DistributedDataParallel is still alive while Python tears down its modules, torch 2.15 with
     gloo sometimes aborts the process ("terminate called without an active exception"). So the objects in the script's
-    own module are released earlier, while Python still runs normally.
+    own module are released earlier, while Python still runs normally. There they are if a script has no function
+    `main`, as most short ones: nobody else knows their names, and so the whole module is cleared.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

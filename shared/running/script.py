@@ -17,7 +17,7 @@ from shared.distributed import Worker, rank_from_environment
 from shared.errors import RunFailed, UsageError
 from shared.running import lease
 
-STOPPING = threading.Event()
+STOPPING = threading.Event()  # a signal has come, and a thread is ending this process
 
 
 def stop_on_signals(worker: Worker, hint: Callable[[], str], clean_up: Callable[[], None] = lambda: None) -> None:
@@ -80,14 +80,15 @@ def run_main(main: Callable[[], None], describe: Callable[[Exception], str] = st
         reported = isinstance(error, (UsageError, RunFailed))
         if not reported:
             # A stopped rank breaks the others' collectives a moment before their own signal arrives.
-            time.sleep(1)
+            STOPPING.wait(timeout=1)
         if STOPPING.is_set():
-            time.sleep(60)  # this process is being stopped, and its error is a consequence
+            time.sleep(60)  # until the thread ends this process: the error is a consequence of the stop
         if not reported:
             raise
         rank, met = rank_from_environment(), dist.is_initialized()
         if rank != 0:
-            # torchrun ends all processes when the first one exits: let rank 0 print before that.
+            # Wait to be ended: torchrun does it when the first process exits, and that is to be rank 0, once it has
+            # printed. The ranks cannot agree on it, because they may not have met, and rank 0 may have no error at all.
             time.sleep(30)
         if rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
             print(f"{Path(sys.argv[0]).name}: {error.kind}: {describe(error)}", file=sys.stderr, flush=True)
