@@ -18,6 +18,7 @@ from checks.machinery import (
     expect_answers,
     expect_close,
     expect_success,
+    probe,
     refuse_stub,
     reports_of_ranks,
     run_command,
@@ -156,35 +157,6 @@ def exercise_1_2a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"run {run} is not {answer[run]!r}. {look_here}")
 
 
-# Runs under torchrun: calls the learner's function with this rank's chunks, and records the size of each message.
-CALL_RING_ALL_REDUCE = """
-import json, runpy, sys
-import torch
-import torch.distributed as dist
-from shared import distributed
-
-worker = distributed.join(timeout_s=20)
-folder, path, chunks = sys.argv[1:]
-rank, world_size, sent = worker.rank, worker.world_size, []
-
-def exchange(tensor):
-    if len(sent) > 20:
-        raise RuntimeError("exchange() was called more than 20 times")
-    sent.append(tensor.numel())
-    received = torch.empty_like(tensor)
-    sending = dist.isend(tensor.contiguous(), (rank + 1) % world_size)
-    dist.recv(received, (rank - 1) % world_size)
-    sending.wait()
-    return received
-
-chunks = [torch.tensor(chunk) for chunk in json.loads(chunks)[rank]]
-answer = runpy.run_path(path)["ring_all_reduce"](chunks, rank, exchange)
-is_list = isinstance(answer, (list, tuple)) and all(isinstance(chunk, torch.Tensor) for chunk in answer)
-report = {"chunks": [chunk.tolist() for chunk in answer] if is_list else repr(answer), "sent": sent}
-with open(f"{folder}/{rank}.json", "w") as file:
-    json.dump(report, file)
-distributed.leave()
-"""
 RING_FACTORS = (7, 11, 13)  # rank r starts with [factor * 10**r] * 2 as each chunk: digits tell whose share is in a sum
 RING_CHUNKS = [[[factor * 10**rank] * 2 for factor in RING_FACTORS] for rank in range(len(RING_FACTORS))]
 
@@ -194,7 +166,7 @@ def exercise_1_2b(script: str | Path) -> None:
     """A file with ring_all_reduce(chunks, rank, exchange) -> the chunks of the sum over all ranks."""
     refuse_stub(script)
     num_ranks = len(RING_FACTORS)
-    reports = reports_of_ranks(CALL_RING_ALL_REDUCE, num_ranks, str(script), json.dumps(RING_CHUNKS))
+    reports = reports_of_ranks("ring_all_reduce", num_ranks, str(script), json.dumps(RING_CHUNKS))
     steps = 2 * (num_ranks - 1)
     for rank, report in enumerate(reports):
         seen, calls = report["chunks"], len(report["sent"])
@@ -224,19 +196,6 @@ def exercise_1_2b(script: str | Path) -> None:
             raise Wrong(f"the sum is right, and rank {rank} has sent {calls} chunks; a ring sends {steps}: {how}")
 
 
-# Runs under torchrun: calls the learner's function with this rank's counts, case by case.
-CALL_GLOBAL_ACCURACY = """
-import json, runpy, sys
-from shared import distributed
-
-worker = distributed.join(timeout_s=20)
-folder, path, cases = sys.argv[1:]
-global_accuracy = runpy.run_path(path)["global_accuracy"]
-answers = [global_accuracy(*counts[worker.rank]) for counts in json.loads(cases)]
-with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump([a.item() if hasattr(a, "item") else a for a in answers], file, default=repr)
-distributed.leave()
-"""
 COUNTS_1_2C = [[[45, 50], [2, 10]], [[1, 4], [36, 36]]]  # two cases: for each rank its hits and its samples
 
 
@@ -245,7 +204,7 @@ def exercise_1_2c(script: str | Path) -> None:
     """A file with global_accuracy(hits, samples) -> the accuracy over the samples of all ranks, on every rank."""
     refuse_stub(script)
     try:
-        answers = reports_of_ranks(CALL_GLOBAL_ACCURACY, 2, str(script), json.dumps(COUNTS_1_2C))
+        answers = reports_of_ranks("global_accuracy", 2, str(script), json.dumps(COUNTS_1_2C))
     except Wrong as error:
         if "NoneType" not in str(error):
             raise
@@ -297,77 +256,6 @@ def exercise_1_3a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"for run {run} you say {seen[run]!r}. Then {SYMPTOMS[seen[run]]}. Is that so in run {run}?")
 
 
-# Runs under torchrun: takes two steps with the learner's file, and writes what it saw to FOLDER/RANK.json.
-WATCH_MY_DDP = """
-import json, runpy, sys
-import torch, torch.distributed as dist, torch.nn.functional as F
-from torch import nn
-from shared import datasets, distributed
-
-worker = distributed.join(timeout_s=20)
-images, labels = datasets.load("digits").train.tensors
-really_all_reduce, calls = dist.all_reduce, []
-
-class Work:  # the sum arrives as late as it may, in wait(), or as early as it may, in the call itself
-    def __init__(self, tensor, op, group, late):
-        self.tensor, self.total = tensor, tensor.detach().clone() if late else None
-        self.work = really_all_reduce(self.total if late else tensor, op, group, async_op=True)
-        if not late:
-            self.work.wait()
-    def wait(self, *timeout):
-        self.work.wait(*timeout)
-        if self.total is not None:
-            self.tensor.detach().copy_(self.total)
-        self.total = None
-        return True
-    def __getattr__(self, name):
-        return getattr(self.work, name)
-
-def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-    calls.append(async_op)
-    return Work(tensor, op, group, late) if async_op else really_all_reduce(tensor, op, group)
-
-def mean_over_ranks(gradient):
-    total = gradient.clone()
-    really_all_reduce(total)
-    return total / worker.world_size
-
-def kind(gradient, own, mean):
-    same = lambda other: gradient is not None and torch.allclose(gradient, other, rtol=1e-9, atol=1e-12)
-    values = {"the mean": mean, "this rank's own": own, "the sum": 2 * mean, "half of the mean": mean / 2}
-    values["half of this rank's own"] = own / 2
-    return next((name for name, value in values.items() if same(value)), "something else")
-
-def watch(path):
-    global late
-    dist.all_reduce = all_reduce
-    functions = runpy.run_path(path)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10)).double()
-    parameters, steps = list(model.parameters()), []
-    pending = functions["attach"](model)
-    for step, late in enumerate((True, False)):
-        rows = slice(64 * step + worker.rank, 64 * step + 64, 2)
-        loss = lambda: F.cross_entropy(model(images[rows].double()), labels[rows])
-        own = torch.autograd.grad(loss(), parameters)
-        calls.clear()
-        model.zero_grad()
-        loss().backward()
-        during_backward = list(calls)
-        functions["finish"](pending)
-        means = [mean_over_ranks(gradient) for gradient in own]
-        kinds = [kind(p.grad, gradient, mean) for p, gradient, mean in zip(parameters, own, means)]
-        steps.append({"kinds": kinds, "async_ops": during_backward, "left": len(pending)})
-    dist.all_reduce = really_all_reduce
-    return steps
-
-folder, path = sys.argv[1:]
-with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump(watch(path), file)
-distributed.leave()
-"""
-
-
 def judge_my_ddp(seen: list[list[dict]]) -> None:
     """Raise Wrong unless all gradients are means on each rank in each step, and were summed in the background."""
     hints = {
@@ -410,7 +298,7 @@ def judge_my_ddp(seen: list[list[dict]]) -> None:
 def exercise_1_3b(script: str | Path) -> None:
     """A file with attach(model) -> pending, and finish(pending), which leaves the ranks' mean in each `.grad`."""
     refuse_stub(script)
-    judge_my_ddp(reports_of_ranks(WATCH_MY_DDP, 2, str(script)))
+    judge_my_ddp(reports_of_ranks("gradient_hooks", 2, str(script)))
 
 
 @exercise("1.3c", "a new order each epoch, and one accuracy that all ranks agree on.")
@@ -538,8 +426,8 @@ def run_two_nodes(script: str | Path) -> tuple[list[int], list[str]]:
     refuse_stub(script)
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder, "report.txt")
-        agents = str(Path(__file__).with_name("two_agents.py"))
-        expect_success(*run_command([agents, folder, str(rendezvous.free_port()), str(script), str(report)]))
+        words = [probe("two_agents"), folder, rendezvous.free_port(), script, report]
+        expect_success(*run_command([str(word) for word in words]))
         downloads = [len(list(Path(folder, f"node-{node}").glob("downloaded-by-*"))) for node in range(2)]
         return downloads, report.read_text().splitlines() if report.exists() else []
 

@@ -68,6 +68,11 @@ def refuse_stub(script: str | Path) -> None:
         raise NotImplementedError
 
 
+def probe(name: str) -> Path:
+    """Return the path of a program in checks/probes."""
+    return Path(__file__).with_name("probes") / f"{name}.py"
+
+
 def run_script(path: str | Path, nproc: int, *args: str, timeout: float = 240) -> list[str]:
     """Run a script with `nproc` ranks under torchrun, on CPUs, and return what each rank printed.
 
@@ -108,8 +113,7 @@ def run_scripts(
             each.mkdir()
             words, port = [str(word) for word in command], free_port() if own_stores else None
             (each / "command.json").write_text(json.dumps({"words": words, "port": port}))
-        launcher = Path(__file__).with_name("many_scripts.py")
-        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), launcher]
+        words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc), probe("many_scripts")]
         exit_code, errors = run_command([*map(str, words), folder, *modules], timeout, cwd, **variables)
         if exit_code:
             raise RuntimeError(f"the launch of {len(commands)} scripts failed: {errors}")
@@ -139,14 +143,15 @@ def run_ranks(script: str | Path, nproc: int, *args: str, question: str = EVERY_
         raise
 
 
-def reports_of_ranks(program: str, nproc: int, *args: str, question: str = EVERY_COLLECTIVE) -> list:
-    """Run a program under torchrun as FOLDER ARGS..., and return what each rank wrote to FOLDER/RANK.json.
+def reports_of_ranks(name: str, nproc: int, *args: str, question: str = EVERY_COLLECTIVE) -> list:
+    """Run a probe under torchrun as FOLDER ARGS..., and return what each rank wrote to FOLDER/RANK.json.
 
     Raises NotImplementedError and Wrong as run_ranks does.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "program.py")
-        path.write_text(program)
+        path = probe(name) if "\n" not in name else Path(folder, "program.py")
+        if "\n" in name:
+            path.write_text(name)
         run_ranks(path, nproc, folder, *args, question=question)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(nproc)]
 

@@ -56,10 +56,13 @@ def judge(check: Callable, right: Sequence, wrong: Sequence | Mapping[str, tuple
 
 @dataclass(frozen=True)
 class Call:
-    """A check's program on an answer: the ranks start it as PROGRAM FOLDER ANSWER ARGUMENT... FOLDER/OUTPUT..."""
+    """An answer, and the program that judges it: the ranks start PROGRAM FOLDER ANSWER ARGUMENT... FOLDER/OUTPUT...
 
-    program: str
+    Without a program they start ANSWER FOLDER.
+    """
+
     answer: str
+    program: Path | None = None
     outputs: tuple[str, ...] = ()
     arguments: tuple[str, ...] = ()
 
@@ -81,10 +84,13 @@ def launch_together(
     for number, (key, call) in enumerate(calls.items()):
         place = places[key] = folder / f"{number:03}"
         place.mkdir(parents=True)
-        (place / "call.py").write_text(call.program)
-        (place / "answer.py").write_text(call.answer)
+        answer = place / "answer.py"
+        answer.write_text(call.answer)
+        if isinstance(call.program, str):
+            (place / "call.py").write_text(call.program)
+            call = Call(call.answer, place / "call.py", call.outputs, call.arguments)
         outputs = [place / output for output in call.outputs]
-        commands.append([place / "call.py", place, place / "answer.py", *call.arguments, *outputs])
+        commands.append([call.program, place, answer, *call.arguments, *outputs] if call.program else [answer, place])
     ended = machinery.run_scripts(commands, nproc, modules, cwd=cwd)
     return {
         key: Launched(place, place / "answer.py", each)
@@ -96,7 +102,8 @@ def replay(monkeypatch, call: Call, launched: Launched) -> Path:
     """Let the next check of this answer find what its ranks have done already; returns the file with the answer."""
 
     def run_script(path, nproc, into, script=None, *rest):
-        assert (Path(path).read_text(), nproc) == (call.program, len(launched.ended.printed))
+        assert isinstance(call.program, str) or path == (call.program or launched.answer)
+        assert nproc == len(launched.ended.printed)
         arguments, outputs = rest[: len(call.arguments)], rest[len(call.arguments) :]
         assert arguments == call.arguments
         for report in launched.folder.glob("*.json"):

@@ -252,7 +252,7 @@ WRONG_1_2b = [
 def ring(body: str) -> Call:
     head = "import torch.distributed as dist\n\n\ndef ring_all_reduce(chunks, rank, exchange):\n"
     source = head + textwrap.indent(textwrap.dedent(body), "    ")
-    return Call(chapter_1.CALL_RING_ALL_REDUCE, source, arguments=(json.dumps(chapter_1.RING_CHUNKS),))
+    return Call(source, machinery.probe("ring_all_reduce"), arguments=(json.dumps(chapter_1.RING_CHUNKS),))
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +306,7 @@ WRONG_1_2c = [
 def accuracy(body: str) -> Call:
     head = "import torch\nimport torch.distributed as dist\n\n\ndef global_accuracy(hits, samples):\n"
     source = head + textwrap.indent(textwrap.dedent(body), "    ")
-    return Call(chapter_1.CALL_GLOBAL_ACCURACY, source, arguments=(json.dumps(chapter_1.COUNTS_1_2C),))
+    return Call(source, machinery.probe("global_accuracy"), arguments=(json.dumps(chapter_1.COUNTS_1_2C),))
 
 
 test_1_2c = judge(
@@ -351,7 +351,7 @@ test_1_2c_in_words = judge(checks.exercise_1_2c, [], {
 # --- 1.3a: a diagnosis ------------------------------------------------------------------------------------------------
 
 LESSON_1_3 = CHAPTER / "03_distributed_data_parallel.ipynb"
-FIVE_RUNS = Call((CHAPTER / "five_runs.py").read_text(), "")
+FIVE_RUNS = Call("", CHAPTER / "five_runs.py")
 RIGHT_1_3a = {"A": "own accuracy", "B": "none", "C": "bare model", "D": "padding", "E": "no set_epoch"}
 
 
@@ -445,7 +445,7 @@ WRONG_1_3b = {
 
 
 def small_ddp(source: str) -> Call:
-    return Call(chapter_1.WATCH_MY_DDP, source)
+    return Call(source, machinery.probe("gradient_hooks"))
 
 
 test_1_3b = judge(
@@ -521,12 +521,12 @@ INSIDE = f"accuracy = right.double().mean()\nif worker.rank == 0:\n    {ACCURACY
 
 
 def changed_script(changes: dict[str, str]) -> Call:
-    """The lesson's own script with these changes; it is both the program and the answer."""
+    """The lesson's own script with these changes."""
     script = script_of(LESSON_1_3, "exercise.py")
     for old, new in changes.items():
         assert script.count(old) == 1
         script = script.replace(old, new)
-    return Call(script, script)
+    return Call(script)
 
 
 FIXED = changed_script({STUB_1_3c: "", **EPOCH, "accuracy = right.sum() / len(right)": ACCURACY_OF_ALL})

@@ -73,13 +73,13 @@ def judge_launched(
     bodies = right | {name: body for name, (body, _) in wrong.items()}
     assert len(set(bodies.values())) == len(bodies)
     keys = {name: (check.__name__, name) for name in bodies}
-    CALLS[nproc] |= {keys[name]: Call(program, head + body) for name, body in bodies.items()}
+    CALLS[nproc] |= {keys[name]: Call(head + body, program) for name, body in bodies.items()}
     rejected = {name: ((nproc, keys[name]), re.compile(because)) for name, (_, because) in wrong.items()}
     return judge(check, [(nproc, keys[name]) for name in right], rejected, prepare="run_before")
 
 
 def script_of_lesson(name: str) -> Call:
-    return Call(f"import runpy\n\nrunpy.run_path({str(LESSONS / name)!r}, run_name='__main__')\n", answer="")
+    return Call("", LESSONS / name)
 
 
 def printed(call: Launched) -> str:
@@ -331,7 +331,7 @@ for micro_batches, reshard_blocks, reshard_root in cases:
     seen.append([(5, micro_batches, reshard_blocks, reshard_root), (gathers, reduces)])
 print(json.dumps(seen))
 """
-CALLS[2]["count"] = Call(COUNT, answer="")
+CALLS[2]["count"] = Call(COUNT)
 
 
 def test_3_2c_is_what_fsdp2_does(launched):
@@ -951,7 +951,7 @@ def run_before_3_8(lesson_3_8, launched_3_8, monkeypatch):
 assert all(RIGHT_3_8.count(old) == 1 for old, _, _ in CHANGES.values())
 SCRIPTS_3_8 = {"right": RIGHT_3_8} | {name: RIGHT_3_8.replace(old, new) for name, (old, new, _) in CHANGES.items()}
 CALLS_3_8 = {
-    name: Call(chapter_3_finetuning.WATCH_SCRIPT, script, outputs=("export",)) for name, script in SCRIPTS_3_8.items()
+    name: Call(script, chapter_3_finetuning.WATCH_SCRIPT, outputs=("export",)) for name, script in SCRIPTS_3_8.items()
 }
 WRONG_3_8 = {name: (name, re.compile(because)) for name, (_, _, because) in CHANGES.items()}
 test_3_8a = judge(checks.exercise_3_8a, ["right"], WRONG_3_8, prepare="run_before_3_8")
