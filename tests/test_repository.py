@@ -237,6 +237,14 @@ def test_the_pages_name_the_pinned_versions(page):
     assert named and named.groups() == tuple(pins[name] for name in ("torch", "ray", "deepspeed"))
 
 
+def test_what_lessons_teach_does_not_need_the_wings():
+    """A lesson's import of `shared` shows what to read: neither how scripts run nor Ray is behind it."""
+    taught = [path for path in SHARED if path.parent.name == "shared"]
+    wings = re.compile(r"^\s*(from|import) shared(\.| import .*\b)(running|on_ray)\b", re.MULTILINE)
+    assert len(taught) > 10 and [path.name for path in taught if wings.search(path.read_text())] == []
+    assert any(wings.search(path.read_text()) for path in SHARED)
+
+
 def test_importing_shared_never_imports_ray():
     """Apart from `shared.on_ray`, which is there for that."""
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in SHARED if path.stem != "__init__"]
@@ -246,8 +254,8 @@ def test_importing_shared_never_imports_ray():
 
 
 def test_the_program_asks_for_what_it_and_its_part_of_shared_import():
-    left_out = {"plots", "doctor"}  # as its page says, see test_commands.py
-    part = [path for path in SHARED if path.stem not in left_out and "checks" not in path.parts]
+    left_out = {"plots", "doctor", "measure"}  # as its page says, see test_commands.py
+    part = [path for path in SHARED if path.stem not in left_out]
     needs = set().union(*map(imported, (ROOT / PROGRAM).glob("src/training/*.py")))
     needs |= set().union(*(imported(path, on_import=True) for path in part))
     assert packages(project(PROGRAM)["dependencies"]) == needs
