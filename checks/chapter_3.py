@@ -53,7 +53,7 @@ def exercise_3_1a(largest_batch: Callable[[Callable[[int], int], int], int]) -> 
             raise Wrong(f"{what}, {expected} sequences fit; you return {seen}. {hint}")
 
 
-# What the log of six_shardings.py shows of a run with this mistake.
+# What the log of log_sharded_memory.py shows of a run with this mistake.
 SYMPTOMS_3_1B = {
     "weights": "from the first backward pass on, both ranks would hold 4 more bytes per parameter, at all four points",
     "gradients": "both ranks would hold more than half of the gradients after backward, and no longer after zero_grad",
@@ -67,7 +67,7 @@ SYMPTOMS_3_1B = {
 
 @exercise("3.1b", "each mistake shows in its own part of the memory, at its own point of the step.")
 def exercise_3_1b(diagnose: Callable[[], dict[str, str]]) -> None:
-    """diagnose() -> the mistake in each of the runs A to F of six_shardings.py, one of SYMPTOMS_3_1B."""
+    """diagnose() -> the mistake in each of the runs A to F of log_sharded_memory.py, one of SYMPTOMS_3_1B."""
     seen = diagnose()
     expect_answers(seen, "ABCDEF", SYMPTOMS_3_1B)
     for run, mistake in {
@@ -84,65 +84,10 @@ def exercise_3_1b(diagnose: Callable[[], dict[str, str]]) -> None:
             )
 
 
-# Runs under torchrun: takes three steps with the learner's two functions, and writes what it saw to FOLDER/RANK.json.
-WATCH_ZERO_1 = """
-import copy, json, runpy, sys
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from shared import datasets, distributed, measure, models
-
-folder, script = sys.argv[1:]
-worker = distributed.join(timeout_s=20)
-rank, world_size = worker.rank, worker.world_size
-functions = runpy.run_path(script)
-model = models.GPT(models.GPT_PRESETS["nano"]).double()
-models.init_weights(model, seed=7)
-start = [parameter.detach().clone() for parameter in model.parameters()]
-# Three models on one process, each updated with a different gradient: which of them does the learner's equal?
-others = {kind: copy.deepcopy(model) for kind in ("mean", "sum", "own")}
-adams = {kind: torch.optim.AdamW(other.parameters(), lr=1e-3) for kind, other in others.items()}
-
-def set_gradients(model, tokens, targets, factor=1):
-    model.zero_grad()
-    (factor * F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())).backward()
-
-def is_equal(parameter, other):
-    return (parameter - other).abs().max().item() < 1e-9
-
-optimizer = functions["make_optimizer"](model)
-if not isinstance(optimizer, torch.optim.Optimizer):
-    raise TypeError(f"make_optimizer should return an optimizer, not {optimizer!r}")
-windows, steps = datasets.text(64).train, []
-for step in range(3):
-    first = 2 * world_size * step
-    tokens, targets = windows[first : first + 2 * world_size]
-    mine = slice(rank, None, world_size)
-    loss = F.cross_entropy(model(tokens[mine]).flatten(0, 1), targets[mine].flatten())
-    loss.backward()
-    functions["step"](model, optimizer)
-    set_gradients(others["mean"], tokens, targets)
-    set_gradients(others["sum"], tokens, targets, world_size)
-    set_gradients(others["own"], tokens[mine], targets[mine])
-    for adam in adams.values():
-        adam.step()
-    parameters = list(model.parameters())
-    equal = {kind: sum(map(is_equal, parameters, other.parameters())) for kind, other in others.items()}
-    unchanged = sum(map(torch.equal, parameters, start))
-    left = sum(p.grad is not None and bool(p.grad.any()) for p in parameters)
-    steps.append({"equal": equal, "unchanged": unchanged, "gradients": left, "parameters": len(parameters)})
-moments = [value for state in optimizer.state.values() for value in state.values() if value.dim() > 0]
-share = measure.storage_bytes(moments) / (16 * sum(parameter.numel() for parameter in model.parameters()))
-with open(f"{folder}/{rank}.json", "w") as file:
-    json.dump({"steps": steps, "share": share}, file)
-distributed.leave()
-"""
-
-
 def watch_zero_1(script: str | Path) -> list[dict]:
     """Let three ranks take three steps with the learner's functions. Return what each rank saw."""
     question = "Do all ranks call the same collectives in the same order, and do they agree on each source?"
-    return reports_of_ranks(WATCH_ZERO_1, 3, str(script), question=question)
+    return reports_of_ranks("zero_1", 3, str(script), question=question)
 
 
 @exercise("3.1c", "a third of the moments on each rank, and the weights of one AdamW on all of them.")
@@ -221,55 +166,10 @@ def exercise_3_2a(diagnose: Callable[[], dict[str, str]]) -> None:
             )
 
 
-SHARD_RESNET = """
-import importlib.util, json, sys
-from collections import Counter
-import torch
-import torch.nn.functional as F
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from shared import datasets, distributed, measure, models
-
-folder, script = sys.argv[1:]
-spec = importlib.util.spec_from_file_location("exercise", script)
-exercise = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(exercise)
-worker = distributed.join()
-images, labels = datasets.digits().train[:8]
-mine = slice(worker.rank, None, worker.world_size)
-torch.manual_seed(0)
-plain, model = models.resnet18().double(), models.resnet18().double()
-model.load_state_dict(plain.state_dict())
-exercise.shard(model)
-sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-report = {"unsharded": [name for name, parameter in model.named_parameters() if not isinstance(parameter, DTensor)]}
-if not report["unsharded"]:
-    units = {name: module._get_fsdp_state() for name, module in model.named_modules() if isinstance(module, FSDPModule)}
-    shares = Counter()  # by group: modules that were sharded in one call have the same state
-    for name, size in sizes.items():  # a parameter belongs to the innermost module that was sharded
-        unit = max((unit for unit in units if not unit or name.startswith(unit + ".")), key=len)
-        shares[id(units[unit])] += size / sum(sizes.values())
-    report["root"] = shares.pop(id(units.get("")), 0.0)
-    report["groups"], report["largest"] = len(shares), max(shares.values(), default=0.0)
-    optimizer = torch.optim.AdamW(model.parameters())
-    with measure.Traffic() as traffic:
-        F.cross_entropy(model(images[mine].double()), labels[mine]).backward()
-    report["gathers"] = traffic.calls["allgather"]
-    F.cross_entropy(plain(images.double()), labels).backward()
-    pairs = zip(model.parameters(), plain.parameters())
-    report["apart"] = max((a.grad.full_tensor() - b.grad).abs().max().item() for a, b in pairs)
-    optimizer.step()  # from here on there are moments
-    report["state"] = measure.state_bytes(model, optimizer) / sum(sizes.values())
-with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump(report, file)
-distributed.leave()
-"""
-
-
-def reports_of_sharding(program: str, script: str | Path) -> list[dict]:
-    """Run a program that calls the learner's shard(model) on two ranks. Return each rank's report."""
+def reports_of_sharding(name: str, script: str | Path) -> list[dict]:
+    """Run a probe that calls the learner's shard(model) on two ranks. Return each rank's report."""
     try:
-        return reports_of_ranks(program, 2, str(script))
+        return reports_of_ranks(name, 2, str(script))
     except Wrong as error:
         hint = ". Did you shard the model before its blocks?" if "Invariant" in str(error) else ""
         raise Wrong(f"{error}{hint}") from None
@@ -279,7 +179,7 @@ def reports_of_sharding(program: str, script: str | Path) -> list[dict]:
 def exercise_3_2b(script: str | Path) -> None:
     """A file with shard(model), which shards a ResNet-18 in place, in few groups of limited size."""
     refuse_stub(script)
-    reports = reports_of_sharding(SHARD_RESNET, script)
+    reports = reports_of_sharding("sharded_resnet", script)
     for rank, report in enumerate(reports):
         unsharded = report["unsharded"]
         if unsharded:
@@ -396,103 +296,14 @@ def _judge_slice(
         )
 
 
-# Runs under torchrun, on three ranks: saves four times with the learner's function. A rank that is delayed continues
-# as soon as the others wait for it in a collective or have made the mistake, so nothing depends on speed.
-SAVE_TOGETHER = """
-import importlib.util, json, os, sys, time
-from pathlib import Path
-import torch.distributed as dist
-from shared import distributed
-
-results, script = Path(sys.argv[1]), sys.argv[2]
-worker = distributed.join(timeout_s=30)
-meet = distributed.wait_for_all
-rank, report, events = worker.rank, {}, {}
-
-def watched(function):
-    def call(*args, **kwargs):
-        events["folder"].with_suffix(f".waits-{rank}-{events['wrote']}").touch()
-        return function(*args, **kwargs)
-    return call
-
-def happened(*names):
-    return any(events["folder"].with_suffix(f".{name}").exists() for name in names)
-
-def wait_until(condition):
-    deadline = time.monotonic() + 10
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-
-for module, names in ((dist, (
-    "barrier", "all_reduce", "all_gather_object", "gather_object", "gather", "all_gather", "all_gather_single",
-    "all_gather_into_tensor", "broadcast", "broadcast_object_list", "reduce", "monitored_barrier",
-)), (distributed, ("wait_for_all",))):
-    for name in names:
-        if hasattr(module, name):
-            setattr(module, name, watched(getattr(module, name)))
-spec = importlib.util.spec_from_file_location("exercise", script)
-exercise = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(exercise)
-
-def write(name, data):
-    folder, case = events["folder"], events["case"]
-    if name == "complete":
-        new = [(folder / f"{other}.slice").exists() for other in range(3)]
-        report[case]["missing"] = [other for other in range(3) if not new[other]]
-        report[case]["marks"] = True
-        if case == "mark":
-            raise OSError(28, "No space left on device")
-        (folder / name).write_bytes(data)
-        folder.with_suffix(".marked").touch()
-        return
-    report[case]["mixed"] = (folder / "complete").exists()
-    folder.with_suffix(f".tried-{rank}").touch()
-    if case == "slow" and rank == 2:
-        wait_until(lambda: happened("marked", "waits-0-True"))
-    if case in ("full", "older") and rank == 1:
-        raise OSError(28, "No space left on device")
-    (folder / name).write_bytes(data)
-    events["wrote"] = True
-
-for case in ("slow", "full", "older", "mark"):
-    folder = results / case
-    if rank == 0:
-        folder.mkdir()
-        if case == "older":
-            for name in ("0.slice", "1.slice", "2.slice", "complete"):
-                (folder / name).write_bytes(b"old")
-    events.update(folder=folder, case=case, wrote=False)
-    report[case] = {"marks": False, "mixed": False}
-    meet()
-    if case == "older" and rank == 0:
-        wait_until(lambda: all(happened(f"tried-{other}", f"waits-{other}-False") for other in (1, 2)))
-    try:
-        report[case]["returned"] = exercise.save(folder, rank, b"new", write)
-    except OSError as error:
-        report[case]["raised"] = str(error)
-    if not isinstance(report[case].get("returned"), bool | None):
-        report[case]["returned"] = repr(report[case]["returned"])
-    (results / f"{rank}.json").write_text(json.dumps(report))
-    if "raised" in report[case]:
-        os._exit(1)
-    meet()
-    report[case]["complete"] = (folder / "complete").exists()
-    (results / f"{rank}.json").write_text(json.dumps(report))
-    meet()
-distributed.leave()
-"""
-
-
 @exercise("3.3b", "complete on every rank, or on none.")
 def exercise_3_3b(script: str | Path) -> None:
     """A file with save(folder, rank, data, write), which marks a checkpoint of three ranks as complete, or does not."""
     refuse_stub(script)
     with tempfile.TemporaryDirectory() as folder:
-        caller = Path(folder) / "call.py"
-        caller.write_text(SAVE_TOGETHER)
         failed = None
         try:
-            machinery.run_script(caller, 3, folder, str(script))
+            machinery.run_script(machinery.probe("sharded_save"), 3, folder, str(script))
         except Wrong as error:
             failed = error
         paths = [Path(folder) / f"{rank}.json" for rank in range(3)]
@@ -586,76 +397,6 @@ def exercise_3_4a(diagnose: Callable[[], dict[str, str]]) -> None:
             raise Wrong(f"for run {run} you say {mistake!r}. {signs[mistake]}")
 
 
-# Every rank trains four steps with the port under stage 3, and writes what it saw to FOLDER/RANK.json.
-WATCH_PORT = """
-import importlib.util, json, logging, os, sys
-os.environ["DS_ACCELERATOR"] = "cpu"
-import deepspeed, torch
-import torch.nn.functional as F
-from shared import datasets, distributed, models
-
-logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-worker = distributed.join(timeout_s=60)
-deepspeed.ops.__compatible_ops__ = {}
-deepspeed.init_distributed(dist_init_required=False)
-config = models.GPTConfig(num_layers=2, num_heads=2, dim=32, context=16)
-windows = datasets.text(config.context).train
-
-def settings():
-    return {
-        "train_batch_size": 8, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"torch_adam": True, "lr": 1e-2}},
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "reduce_bucket_size": 100000},
-    }
-
-def loss_of(logits, targets):
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-def train_plainly(max_norm):
-    model = models.GPT(config)
-    models.init_weights(model, seed=7)
-    optimizer, steps = torch.optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(4):
-        tokens, targets = windows[8 * step : 8 * step + 8]
-        loss = loss_of(model(tokens), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-        steps.append({"loss": loss.item(), "norm": norm.item()})
-    return steps
-
-def watch(path):
-    spec = importlib.util.spec_from_file_location("port", path)
-    port = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(port)
-    engine = port.build_engine(config, settings())
-    named = dict(engine.module.named_parameters())
-    with deepspeed.zero.GatheredParameters(list(named.values())):
-        wrong = [
-            name for name, value in named.items() if not torch.equal(value, models.initial_value(name, value.shape, 7))
-        ]
-    steps = []
-    for step in range(4):
-        batch = windows[8 * step + worker.rank : 8 * step + 8 : 2]
-        parts = list(zip(*(half.tensor_split(2) for half in batch)))
-        with torch.no_grad():
-            own = sum(loss_of(engine(tokens), targets).item() for tokens, targets in parts) / 2
-        loss = port.train_step(engine, parts, loss_of)
-        norm = float(engine.get_global_grad_norm() or 0)
-        steps.append({"loss": loss if loss is None else float(loss), "own": own, "norm": norm,
-                      "updates": engine.global_steps})
-    engine.destroy()
-    return {"wrong": wrong, "parameters": len(named), "steps": steps}
-
-folder, script = sys.argv[1:]
-report = {"clipped": train_plainly(0.5), "unclipped": train_plainly(float("inf")), **watch(script)}
-with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump(report, file)
-distributed.leave()
-"""
-
-
 def judge_port(seen: list[dict]) -> None:
     """Raise Wrong unless the port's weights, updates, gradient norms and losses are those of one process."""
     report = seen[0]
@@ -700,59 +441,16 @@ def judge_port(seen: list[dict]) -> None:
 def exercise_3_4b(script: str | Path) -> None:
     """A file with build_engine(config, settings) and train_step(engine, parts, loss_of)."""
     refuse_stub(script)
-    judge_port(reports_of_ranks(WATCH_PORT, 2, str(script)))
+    judge_port(reports_of_ranks("zero_3_engine", 2, str(script)))
 
 
 # --- Lesson 3.5: choosing --------------------------------------------------------------------------------------------
 
 MEMORY_LIMIT, TRAFFIC_LIMIT, BLOCK_TRAFFIC = 12.3e6, 4.3e6, 0.2e6  # bytes per rank
 
-# Runs under torchrun: trains the GPT that the learner's function shards, and measures a step.
-MEASURE_SHARDED_GPT = """
-import json, runpy, sys
-import torch
-import torch.nn.functional as F
-from shared import datasets, distributed, measure, models
-
-folder, script = sys.argv[1:]
-worker = distributed.join()
-config = models.GPTConfig(num_layers=8, num_heads=4, dim=64, context=32)
-inputs, targets = (tensor[:4] for tensor in datasets.text(config.context).train.tensors)
-own = slice(worker.rank, None, worker.world_size)
-plain, model = models.GPT(config).double(), models.GPT(config).double()
-for each in (plain, model):
-    models.init_weights(each, seed=0)
-callable_model = runpy.run_path(script)["shard"](model) or model  # DistributedDataParallel returns a new module
-optimizer = torch.optim.AdamW(model.parameters())
-
-def forward_and_backward(module, part):
-    F.cross_entropy(module(inputs[part]).flatten(0, 1), targets[part].flatten()).backward()
-
-forward_and_backward(plain, slice(None))
-traffic, peaks = measure.Traffic(), []
-with traffic:
-    forward_and_backward(callable_model, own)
-whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
-apart = max((a - p.grad).abs().max().item() for a, p in zip(whole, plain.parameters(), strict=True))
-del whole, plain
-optimizer.step()  # from here on there are moments
-optimizer.zero_grad()
-for _ in range(5):  # the moment at which a finished gather is freed varies a little: take the lowest of five peaks
-    memory = measure.PeakMemory(worker.device)
-    memory.start(*measure.state_tensors(model, optimizer))
-    forward_and_backward(callable_model, own)
-    optimizer.step()
-    optimizer.zero_grad()
-    peaks.append(memory.stop())
-report = {"peak": min(peaks), "sent": sum(traffic.sent.values()), "calls": traffic.calls, "apart": apart}
-with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump(report, file)
-distributed.leave()
-"""
-
 
 def judge_sharded_gpt(reports: list[dict]) -> None:
-    """Raise Wrong unless every rank's report of MEASURE_SHARDED_GPT is within both limits."""
+    """Raise Wrong unless every rank's report of sharded_gpt.py is within both limits."""
     for rank, report in enumerate(reports):
         peak, sent, calls = report["peak"], report["sent"], report["calls"]
         needs = f"rank {rank} has a peak of {peak / 1e6:.2f} MB and sends {sent / 1e6:.2f} MB"
@@ -783,7 +481,7 @@ def judge_sharded_gpt(reports: list[dict]) -> None:
 def exercise_3_5a(script: str | Path) -> None:
     """A file with shard(model), which shards a GPT of eight blocks so that it fits and sends little."""
     refuse_stub(script)
-    judge_sharded_gpt(reports_of_sharding(MEASURE_SHARDED_GPT, script))
+    judge_sharded_gpt(reports_of_sharding("sharded_gpt", script))
 
 
 @exercise("3.5b", "you read a strategy off its traffic, and you know what to change first.")

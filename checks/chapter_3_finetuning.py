@@ -9,70 +9,11 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from checks.machinery import Wrong, exercise, expect_success, refuse_stub, reports_of_ranks, run_command
+from checks.machinery import Wrong, exercise, expect_success, probe, refuse_stub, reports_of_ranks, run_command
 
 # --- Lesson 3.6: from a pretrained folder into shards, and back ------------------------------------------------------
 
-# Runs under torchrun: calls the learner's train_step on a sharded model, and compares its update with that of one
-# process. With SGD and a learning rate of 1, the update is the gradient.
-ACCUMULATE = """
-import json, runpy, sys
-import torch
-import torch.nn.functional as F
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from shared import distributed
-
-CASES = {  # answer tokens of each pass, rank by rank
-    "equal": [[6, 6], [6, 6], [6, 6]],
-    "ranks": [[2, 2], [4, 4], [9, 9]],
-    "passes": [[1, 9], [1, 9], [1, 9]],
-    "mixed": [[1, 3], [8, 2], [5, 9]],
-    "empty pass": [[0, 6], [5, 4], [7, 2]],
-    "empty rank": [[5, 4], [0, 0], [7, 2]],
-}
-folder, script = sys.argv[1:]
-worker = distributed.join(timeout_s=20)
-train_step = runpy.run_path(script)["train_step"]
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Embedding(16, 8), nn.Linear(8, 16)).double()
-
-def make(count, generator):
-    tokens, targets = torch.randint(16, (2, 2, 6), generator=generator)
-    targets.view(-1)[torch.randperm(12, generator=generator)[count:]] = -100
-    return tokens, targets
-
-report = {}
-for name, counts in CASES.items():
-    generator = torch.Generator().manual_seed(1)
-    passes = [[make(count, generator) for count in of_rank] for of_rank in counts]
-    plain, model = build(), build()
-    fully_shard(model)
-    total = sum(map(sum, counts))
-    expected = sum(
-        F.cross_entropy(plain(tokens).flatten(0, 1), targets.flatten(), ignore_index=-100, reduction="sum") / total
-        for of_rank in passes for tokens, targets in of_rank
-    )
-    gradient = torch.cat([part.flatten() for part in torch.autograd.grad(expected, list(plain.parameters()))])
-    optimizer = torch.optim.SGD(model.parameters(), lr=1)
-    returned = train_step(model, optimizer, passes[worker.rank])
-    after = torch.cat([parameter.detach().full_tensor().flatten() for parameter in model.parameters()])
-    update = torch.cat([parameter.detach().flatten() for parameter in plain.parameters()]) - after
-    if isinstance(returned, torch.Tensor) and returned.numel() == 1:
-        returned = returned.item()
-    report[name] = {
-        "returned": returned if isinstance(returned, int | float) else repr(returned),
-        "expected": expected.item(),
-        "error": ((update - gradient).norm() / gradient.norm()).item(),
-        "factor": (update @ gradient / (gradient @ gradient)).item(),
-    }
-with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump(report, file)
-distributed.leave()
-"""
-WHAT_DIFFERS = {
+WHAT_DIFFERS = {  # in the cases of gradient_accumulation.py
     "equal": "every pass of every rank has 6 answer tokens",
     "ranks": "the passes of a rank have equally many answer tokens, but those of another rank more or fewer",
     "passes": "every rank has one pass with 1 answer token and one with 9",
@@ -115,7 +56,7 @@ def exercise_3_6a(script: str | Path) -> None:
     """A file with train_step(model, optimizer, passes), for a sharded model on three ranks."""
     refuse_stub(script)
     question = "Does each rank call the model and backward() in every pass, and every collective, equally often?"
-    judge_train_step(reports_of_ranks(ACCUMULATE, 3, str(script), question=question))
+    judge_train_step(reports_of_ranks("gradient_accumulation", 3, str(script), question=question))
 
 
 @exercise("3.6b", "the assistant learns its own words, and where each of its turns ends.")
@@ -155,76 +96,6 @@ def exercise_3_6b(make_targets: Callable[[list[int]], list[int]]) -> None:
 
 # --- Lesson 3.7: LoRA on shards --------------------------------------------------------------------------------------
 
-# Runs under torchrun: shards a small Llama with adapters, and lets the learner's function take the adapters out.
-TAKE_ADAPTER_OUT = """
-import json, runpy, sys
-import peft
-import torch
-from safetensors.torch import save_file
-from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from transformers import LlamaConfig, LlamaForCausalLM
-from shared import distributed
-
-class Gathers(TorchDispatchMode):
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        if "gather" in name and "c10d" in name:  # full_tensor's are in a namespace of their own, dist's in another
-            leaves = tree_leaves((args[:1], result))
-            self.bytes += max(leaf.nbytes for leaf in leaves if torch.is_tensor(leaf))
-        return result
-
-folder, script = sys.argv[1:]
-worker = distributed.join(timeout_s=120)
-config = LlamaConfig(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                     num_key_value_heads=2, pad_token_id=0, bos_token_id=None, eos_token_id=1)
-lora = peft.LoraConfig(r=3, lora_alpha=6, target_modules="all-linear", task_type="CAUSAL_LM")
-tokens = torch.arange(20)[None]
-
-def build():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
-
-base = build()
-model = peft.get_peft_model(base, lora).eval()
-torch.manual_seed(1)
-for name, parameter in model.named_parameters():
-    if "lora_" in name:
-        torch.nn.init.normal_(parameter.data, std=0.2)
-adapter_bytes = sum(each.nbytes for each in model.parameters() if each.requires_grad)
-with torch.no_grad():
-    expected = model(input_ids=tokens).logits
-for part in (*base.model.layers, base):
-    fully_shard(part)
-gathers = Gathers()
-with gathers:
-    weights = runpy.run_path(script)["adapter_weights"](model)
-report = {"type": type(weights).__name__, "adapter_bytes": adapter_bytes, "gathered": gathers.bytes}
-if isinstance(weights, dict):
-    report["count"] = len(weights)
-    report["types"] = sorted({type(each).__name__ for each in weights.values()})
-    if worker.rank == 0 and weights and set(report["types"]) <= {"Tensor", "Parameter"}:
-        save_file({key: each.detach().contiguous() for key, each in weights.items()},
-                  f"{folder}/adapter_model.safetensors")
-        model.peft_config["default"].inference_mode = True
-        model.peft_config["default"].save_pretrained(folder)
-        try:
-            loaded = peft.PeftModel.from_pretrained(build(), folder)
-            report["stored"] = sorted(weights)
-            report["wanted"] = sorted(peft.get_peft_model_state_dict(loaded, save_embedding_layers=False))
-            with torch.no_grad():
-                report["apart"] = (loaded(input_ids=tokens).logits - expected).abs().max().item()
-        except (RuntimeError, ValueError, KeyError) as error:
-            report["error"] = str(error).strip().splitlines()[-1].strip()
-with open(f"{folder}/{worker.rank}.json", "w") as file:
-    json.dump(report, file)
-distributed.leave()
-"""
-
 
 def judge_adapter(reports: list[dict]) -> None:
     """Raise Wrong unless rank 0 has the whole adapter, the other rank nothing, and only adapters were gathered."""
@@ -261,7 +132,7 @@ def exercise_3_7a(script: str | Path) -> None:
     """A file with adapter_weights(model), for a sharded PeftModel on two ranks."""
     refuse_stub(script)
     question = "Which ranks call full_tensor(), and for which tensors? It is a collective."
-    judge_adapter(reports_of_ranks(TAKE_ADAPTER_OUT, 2, str(script), question=question))
+    judge_adapter(reports_of_ranks("gathered_adapter", 2, str(script), question=question))
 
 
 def plant_adapters(
@@ -359,58 +230,6 @@ def exercise_3_7b(diagnose: Callable[[Path], str]) -> None:
 
 # --- Lesson 3.8: fine-tune another architecture ----------------------------------------------------------------------
 
-# Runs under torchrun: runs the learner's script, and notes what its optimizer was given and whether a rank loaded all.
-WATCH_SCRIPT = """
-import json, os, runpy, sys
-import torch
-from transformers import PreTrainedModel
-
-folder, script, out = sys.argv[1:]
-report = {"whole": False, "kept": 0, "weights": 0}
-make_optimizer, load_whole = torch.optim.Optimizer.__init__, PreTrainedModel.from_pretrained.__func__
-
-def watch_optimizer(self, *args, **kwargs):
-    make_optimizer(self, *args, **kwargs)
-    for group in self.param_groups:
-        for each in group["params"]:
-            report["kept"] += each.to_local().numel() if hasattr(each, "to_local") else each.numel()
-            report["weights"] += each.numel()
-
-def watch_load(cls, *args, **kwargs):
-    report["whole"] = True
-    return load_whole(cls, *args, **kwargs)
-
-torch.optim.Optimizer.__init__ = watch_optimizer
-PreTrainedModel.from_pretrained = classmethod(watch_load)
-sys.argv = [script, out]
-runpy.run_path(script, run_name="__main__")
-with open(f"{folder}/{os.environ['RANK']}.json", "w") as file:
-    json.dump(report, file)
-"""
-
-# A new process: runs plain.py, and compares its losses and its export with the learner's.
-COMPARE_EXPORTS = """
-import json, runpy, sys
-from pathlib import Path
-import torch
-from transformers import AutoModelForCausalLM
-
-plain, seen, report = sys.argv[1:]
-expected = f"{report}.plain"
-sys.argv = [plain, expected]
-runpy.run_path(plain, run_name="__main__")
-losses = [json.loads(Path(folder, "losses.json").read_text()) for folder in (seen, expected)]
-loaded, info = AutoModelForCausalLM.from_pretrained(seen, output_loading_info=True)
-models = loaded, AutoModelForCausalLM.from_pretrained(expected)
-tokens = torch.randint(3, 512, (2, 40), generator=torch.Generator().manual_seed(5))
-with torch.no_grad():
-    logits = [model.eval()(tokens).logits for model in models]
-Path(report).write_text(json.dumps({
-    "losses": losses, "apart": (logits[0] - logits[1]).abs().max().item(),
-    "missing": sorted(map(str, info["missing_keys"])), "dtype": str(loaded.dtype).removeprefix("torch."),
-}))
-"""
-
 
 def judge_script(reports: list[dict]) -> None:
     """Raise Wrong if a rank held the whole model."""
@@ -425,7 +244,7 @@ def judge_script(reports: list[dict]) -> None:
 
 
 def judge_export(report: dict) -> None:
-    """Raise Wrong unless losses and logits are those of plain.py, from what COMPARE_EXPORTS found."""
+    """Raise Wrong unless losses and logits are those of plain.py, from the report of compare_exports.py."""
     seen, expected = report["losses"]
     if not isinstance(seen, list) or len(seen) != len(expected):
         raise Wrong(f"losses.json should hold a list of {len(expected)} losses, and holds {seen}")
@@ -459,13 +278,12 @@ def exercise_3_8a(script: str | Path) -> None:
     """A script that fine-tunes the Gemma next to it on two ranks as plain.py does in one process: FOLDER -> export."""
     refuse_stub(script)
     with tempfile.TemporaryDirectory() as folder:
-        out, compare, report = (Path(folder, name) for name in ("export", "compare.py", "report.json"))
+        out, report = Path(folder, "export"), Path(folder, "report.json")
         question = "Does each rank call the model, backward() and every collective equally often?"
-        judge_script(reports_of_ranks(WATCH_SCRIPT, 2, str(script), str(out), question=question))
+        judge_script(reports_of_ranks("sharded_finetuning", 2, str(script), str(out), question=question))
         for name in ("config.json", "losses.json"):
             if not (out / name).exists():
                 raise Wrong(f"the folder that the script was given holds no {name}")
-        compare.write_text(COMPARE_EXPORTS)
-        words = [str(compare), str(Path(script).with_name("plain.py")), str(out), str(report)]
-        expect_success(*run_command(words))
+        words = [probe("compare_exports"), Path(script).with_name("plain.py"), out, report]
+        expect_success(*run_command([str(word) for word in words]))
         judge_export(json.loads(report.read_text()))

@@ -64,7 +64,7 @@ def run_before(launched, monkeypatch):
 
 
 def judge_launched(
-    check: Callable, nproc: int, program: str, head: str, right: dict[str, str], wrong: dict[object, tuple[str, str]]
+    check: Callable, nproc: int, probe: str, head: str, right: dict[str, str], wrong: dict[object, tuple[str, str]]
 ) -> Callable:
     """Make a test of a check for answers, by name, that `nproc` ranks run: each is `head` and what follows in the file.
 
@@ -73,7 +73,7 @@ def judge_launched(
     bodies = right | {name: body for name, (body, _) in wrong.items()}
     assert len(set(bodies.values())) == len(bodies)
     keys = {name: (check.__name__, name) for name in bodies}
-    CALLS[nproc] |= {keys[name]: Call(head + body, program) for name, body in bodies.items()}
+    CALLS[nproc] |= {keys[name]: Call(head + body, machinery.probe(probe)) for name, body in bodies.items()}
     rejected = {name: ((nproc, keys[name]), re.compile(because)) for name, (_, because) in wrong.items()}
     return judge(check, [(nproc, keys[name]) for name in right], rejected, prepare="run_before")
 
@@ -275,7 +275,7 @@ WRONG_3_2B = [
     ),
 ]
 test_3_2b = judge_launched(
-    checks.exercise_3_2b, 2, chapter_3.SHARD_RESNET, SHARD, {"right": GROUPS + WHOLE}, dict(enumerate(WRONG_3_2B))
+    checks.exercise_3_2b, 2, "sharded_resnet", SHARD, {"right": GROUPS + WHOLE}, dict(enumerate(WRONG_3_2B))
 )
 
 
@@ -430,7 +430,7 @@ WRONG_3_3B = [
         r"rank 0 failed to write 'complete'; the ranks returned \[False, True, True\], expected False three times"),
 ]  # fmt: skip
 test_3_3b = judge_launched(
-    checks.exercise_3_3b, 3, chapter_3.SAVE_TOGETHER, SAVE, {"right": RIGHT_3_3B}, dict(enumerate(WRONG_3_3B))
+    checks.exercise_3_3b, 3, "sharded_save", SAVE, {"right": RIGHT_3_3B}, dict(enumerate(WRONG_3_3B))
 )
 
 
@@ -545,7 +545,7 @@ WRONG_PORTS = {
     ),
     "no loss": (re.sub("    return distributed.*", "    return None", RIGHT_PORT), "loss on rank 0 should be a number"),
 }
-test_3_4b = judge_launched(checks.exercise_3_4b, 2, chapter_3.WATCH_PORT, "", {"right": RIGHT_PORT}, WRONG_PORTS)
+test_3_4b = judge_launched(checks.exercise_3_4b, 2, "zero_3_engine", "", {"right": RIGHT_PORT}, WRONG_PORTS)
 
 
 # --- 3.5a: which blocks keep their gathered weights, on two ranks -----------------------------------------------------
@@ -594,7 +594,7 @@ WRONG_3_5A = {
     ),
 }
 RIGHT_3_5A = {"the last four kept": LAST_FOUR_KEPT, "the first two and the last two kept": ENDS_KEPT}
-test_3_5a = judge_launched(checks.exercise_3_5a, 2, chapter_3.MEASURE_SHARDED_GPT, SHARD, RIGHT_3_5A, WRONG_3_5A)
+test_3_5a = judge_launched(checks.exercise_3_5a, 2, "sharded_gpt", SHARD, RIGHT_3_5A, WRONG_3_5A)
 
 
 def reports(launched: Callable, name: str) -> list[dict]:
@@ -725,9 +725,7 @@ WRONG_3_6A = {
     ),
     "returns nothing": (STEP.replace("    return step_loss.item()\n", ""), "train_step returns None: return the mean"),
 }  # fmt: skip
-test_3_6a = judge_launched(
-    checks.exercise_3_6a, 3, chapter_3_finetuning.ACCUMULATE, HEAD_3_6A, {"right": STEP}, WRONG_3_6A
-)
+test_3_6a = judge_launched(checks.exercise_3_6a, 3, "gradient_accumulation", HEAD_3_6A, {"right": STEP}, WRONG_3_6A)
 
 
 # --- 3.6b: which tokens of a conversation count -----------------------------------------------------------------------
@@ -796,9 +794,7 @@ WRONG_3_7A = {
     "None on rank 1": (GATHER.replace("    return weights", "    return weights or None"),
                        "rank 1 returns an object of type NoneType: return a dict on every rank"),
 }  # fmt: skip
-test_3_7a = judge_launched(
-    checks.exercise_3_7a, 2, chapter_3_finetuning.TAKE_ADAPTER_OUT, HEAD_3_7A, {"right": GATHER}, WRONG_3_7A
-)
+test_3_7a = judge_launched(checks.exercise_3_7a, 2, "gathered_adapter", HEAD_3_7A, {"right": GATHER}, WRONG_3_7A)
 
 
 # --- 3.7b: why an adapter gives nothing -------------------------------------------------------------------------------
@@ -951,7 +947,8 @@ def run_before_3_8(lesson_3_8, launched_3_8, monkeypatch):
 assert all(RIGHT_3_8.count(old) == 1 for old, _, _ in CHANGES.values())
 SCRIPTS_3_8 = {"right": RIGHT_3_8} | {name: RIGHT_3_8.replace(old, new) for name, (old, new, _) in CHANGES.items()}
 CALLS_3_8 = {
-    name: Call(script, chapter_3_finetuning.WATCH_SCRIPT, outputs=("export",)) for name, script in SCRIPTS_3_8.items()
+    name: Call(script, machinery.probe("sharded_finetuning"), outputs=("export",))
+    for name, script in SCRIPTS_3_8.items()
 }
 WRONG_3_8 = {name: (name, re.compile(because)) for name, (_, _, because) in CHANGES.items()}
 test_3_8a = judge(checks.exercise_3_8a, ["right"], WRONG_3_8, prepare="run_before_3_8")
