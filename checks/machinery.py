@@ -149,10 +149,7 @@ def reports_of_ranks(name: str, nproc: int, *args: str, question: str = EVERY_CO
     Raises NotImplementedError and Wrong as run_ranks does.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = probe(name) if "\n" not in name else Path(folder, "program.py")
-        if "\n" in name:
-            path.write_text(name)
-        run_ranks(path, nproc, folder, *args, question=question)
+        run_ranks(probe(name), nproc, folder, *args, question=question)
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(nproc)]
 
 
