@@ -28,10 +28,10 @@ def script_of(lesson: Path, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def on_two_ranks(tmp_path_factory):
-    """What two ranks do with all answers of 1.2c, 1.3b and 1.3c, and in five_runs.py, in one launch."""
+    """What two ranks do with all answers of 1.2c, 1.3b and 1.3c, and in the runs of 1.3a, in one launch."""
     accuracies = map(accuracy, (RIGHT_1_2c, *dict(WRONG_1_2c)))
     ddps = map(small_ddp, (MY_DDP, *(source for source, _ in WRONG_1_3b.values())))
-    calls = {call: call for call in (*accuracies, *ddps, FIVE_RUNS, FIXED, INSIDE_AN_IF)}
+    calls = {call: call for call in (*accuracies, *ddps, RUNS_1_3a, FIXED, INSIDE_AN_IF)}
     return launch_together(tmp_path_factory.mktemp("calls"), 2, calls)
 
 
@@ -188,7 +188,7 @@ RIGHT_1_2a = {"A": "weights", "B": "summed", "C": "samples", "D": "correct"}
 
 
 def test_the_runs_have_the_faults_that_the_check_expects():
-    faults = runpy.run_path(str(CHAPTER / "four_runs.py"))["FAULTS"]
+    faults = runpy.run_path(str(machinery.probe("log_averaging_by_hand")))["FAULTS"]
     assert faults == RIGHT_1_2a == {run: cause for run, (cause, _) in chapter_1.RUNS_1_2A.items()}
 
 
@@ -351,7 +351,7 @@ test_1_2c_in_words = judge(checks.exercise_1_2c, [], {
 # --- 1.3a: a diagnosis ------------------------------------------------------------------------------------------------
 
 LESSON_1_3 = CHAPTER / "03_distributed_data_parallel.ipynb"
-FIVE_RUNS = Call("", CHAPTER / "five_runs.py")
+RUNS_1_3a = Call("", machinery.probe("log_ddp_epochs"))
 RIGHT_1_3a = {"A": "own accuracy", "B": "none", "C": "bare model", "D": "padding", "E": "no set_epoch"}
 
 
@@ -374,9 +374,9 @@ test_1_3a = judge(
 )
 
 
-def test_the_five_runs_show_what_the_check_says(on_two_ranks):
-    machinery.expect_success(on_two_ranks[FIVE_RUNS].ended.exit_code, on_two_ranks[FIVE_RUNS].ended.errors)
-    (printed, _) = on_two_ranks[FIVE_RUNS].ended.printed
+def test_the_runs_of_1_3a_show_what_the_check_says(on_two_ranks):
+    machinery.expect_success(on_two_ranks[RUNS_1_3a].ended.exit_code, on_two_ranks[RUNS_1_3a].ended.errors)
+    (printed, _) = on_two_ranks[RUNS_1_3a].ended.printed
     assert re.findall("run (.)", printed) == list(RIGHT_1_3a)
     for run, lines in zip(RIGHT_1_3a.values(), printed.split("run ")[1:], strict=True):
         logs = re.findall(r"trained on (.+?) \.\.\. \((\d+) samples\)  sum of weights +(\S+)  accuracy (\S+)", lines)

@@ -9,7 +9,6 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import five_resumes
 import pytest
 import torch
 from answers import assert_rejects, judge, stub
@@ -18,6 +17,7 @@ from torch.utils.data import DistributedSampler
 
 import checks
 from checks import chapter_2, machinery
+from checks.probes import record_resumed_runs
 from shared import sampling
 
 CHAPTER = ROOT / "02-ddp-pytorch-ray"
@@ -32,17 +32,17 @@ def script_of(lesson: Path, name: str) -> str:
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What 2.3b's check says of the lesson's script without its stub's line, and what five_resumes.py writes.
+    """What 2.3b's check says of the lesson's script without its stub's line, and the recording of 2.4a, made again.
 
-    The launch that the check asks for runs five_resumes.py too.
+    The launch that the check asks for runs record_resumed_runs.py too.
     """
     folder = tmp_path_factory.mktemp("launched")
-    script, log = folder / "bad_image.py", folder / "five_resumes.json"
+    script, log = folder / "bad_image.py", folder / "resumed_run_losses.json"
     lines = script_of(RAY_DATA, "bad_image.py").splitlines(True)
     script.write_text("".join(line for line in lines if not line.startswith("raise NotImpl")))
 
     def run_scripts(commands, nproc, **options):
-        (*ended, resumed) = machinery.run_scripts([*commands, [five_resumes.__file__, log]], nproc, **options)
+        (*ended, resumed) = machinery.run_scripts([*commands, [record_resumed_runs.__file__, log]], nproc, **options)
         machinery.expect_success(resumed.exit_code, resumed.errors)
         return ended
 
@@ -433,7 +433,7 @@ def test_the_lesson_shows_the_class_that_the_script_uses() -> None:
 
 # --- 2.4a: five resumes to diagnose ----------------------------------------------------------------------------------
 
-RESUMES = five_resumes.RUNS
+RESUMES = record_resumed_runs.RUNS
 test_2_4a = judge(checks.exercise_2_4a, [RESUMES], [
     (stub, "not done yet"),
     (RESUMES | {"A": "optimizer"}, "run A: you say 'optimizer'. Then both ranks' first losses are right and both"),

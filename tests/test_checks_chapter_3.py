@@ -78,10 +78,6 @@ def judge_launched(
     return judge(check, [(nproc, keys[name]) for name in right], rejected, prepare="run_before")
 
 
-def script_of_lesson(name: str) -> Call:
-    return Call("", LESSONS / name)
-
-
 def printed(call: Launched) -> str:
     """What rank 0 has printed."""
     machinery.expect_success(call.ended.exit_code, call.ended.errors)
@@ -132,7 +128,7 @@ test_3_1a = judge(checks.exercise_3_1a, [largest_batch], [
 # --- 3.1b: six runs whose state is sharded ----------------------------------------------------------------------------
 
 STATES = {"A": "gradients", "B": "graph", "C": "none", "D": "moments", "E": "copy", "F": "weights"}
-CALLS[2]["six_shardings.py"] = script_of_lesson("six_shardings.py")
+CALLS[2]["3.1b"] = Call("", machinery.probe("log_sharded_memory"))
 test_3_1b = judge(checks.exercise_3_1b, [STATES], [
     (stub, "not done yet"),
     (STATES | {"A": "weights"}, "for run A you say 'weights'. Then from the first backward pass on, both ranks"),
@@ -148,9 +144,9 @@ test_3_1b = judge(checks.exercise_3_1b, [STATES], [
 ], prepare="returned")  # fmt: skip
 
 
-def test_3_1b_the_six_runs_show_what_the_check_says(launched):
+def test_3_1b_the_runs_show_what_the_check_says(launched):
     held = {}
-    for run, numbers in re.findall(r"run (.), rank .(.*)", printed(launched(2)["six_shardings.py"])):
+    for run, numbers in re.findall(r"run (.), rank .(.*)", printed(launched(2)["3.1b"])):
         held.setdefault(run, []).append([float(number) for number in re.findall(r"[\d.]+", numbers)])
     assert list(held) == list(STATES)
     whole = 1_059_584 * 4 / 1e6  # MB of 4 bytes per parameter
@@ -223,7 +219,7 @@ test_3_1c = judge(checks.exercise_3_1c, [[report(0.32), report(0.33), report(0.3
 # --- 3.2a: five runs to diagnose --------------------------------------------------------------------------------------
 
 SHARDINGS = {"A": "blocks only", "B": "own norm", "C": "none", "D": "root only", "E": "optimizer first"}
-CALLS[2]["five_shardings.py"] = script_of_lesson("five_shardings.py")
+CALLS[2]["3.2a"] = Call("", machinery.probe("log_fsdp2_steps"))
 test_3_2a = judge(checks.exercise_3_2a, [SHARDINGS], [
     (stub, "not done yet"),
     (None, "return a dict with the keys A, B, C, D and E; yours is None"),
@@ -239,8 +235,8 @@ test_3_2a = judge(checks.exercise_3_2a, [SHARDINGS], [
 ], prepare="returned")  # fmt: skip
 
 
-def test_the_five_runs_show_what_3_2a_says(launched):
-    log = printed(launched(2)["five_shardings.py"])
+def test_3_2a_the_runs_show_what_the_check_says(launched):
+    log = printed(launched(2)["3.2a"])
     assert re.findall("run (.)", log) == list(SHARDINGS)
     for run, lines in zip(SHARDINGS.values(), log.split("run ")[1:], strict=True):
         pattern = r"losses ([\d. ]+)  gradients x (\S+)  state (\S+) B/parameter  all-gathers +(\d+)  embedding (\S+)"
@@ -450,7 +446,7 @@ def test_3_3b_names_a_hang(last, when):
 # --- 3.4a: whose logs are these? --------------------------------------------------------------------------------------
 
 ENGINES = {"A": "step once", "B": "divided twice", "C": "none", "D": "not gathered", "E": "clipped by hand"}
-CALLS[2]["five_engines.py"] = script_of_lesson("five_engines.py")
+CALLS[2]["3.4a"] = Call("", machinery.probe("log_deepspeed_steps"))
 test_3_4a = judge(checks.exercise_3_4a, [ENGINES], [
     (stub, "not done yet"),
     (None, "return a dict with the keys A, B, C, D and E; yours is None"),
@@ -496,12 +492,12 @@ def assert_shows_the_mistakes(text: str) -> None:
             assert max(abs(a - b) for a, b in zip(means, clipped["loss"], strict=True)) > 2e-3
 
 
-def test_the_recorded_logs_show_what_the_check_says():
+def test_3_4a_the_recorded_logs_show_what_the_check_says():
     assert_shows_the_mistakes(checks.recorded("deepspeed_step_logs.txt"))
 
 
-def test_the_five_engines_still_make_such_logs(launched):
-    assert_shows_the_mistakes(printed(launched(2)["five_engines.py"]))
+def test_3_4a_deepspeed_still_makes_such_logs(launched):
+    assert_shows_the_mistakes(printed(launched(2)["3.4a"]))
 
 
 # --- 3.4b: a port to DeepSpeed ----------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
-"""Write resumed_run_losses.json of exercise 2.4a: two ranks' losses, uninterrupted and after five different resumes.
+"""Record the losses of two ranks, uninterrupted and after each of five resumes, for exercise 2.4a.
 
-    torchrun --standalone --nproc-per-node 2 tests/five_resumes.py checks/data/resumed_run_losses.json
+    torchrun --standalone --nproc-per-node 2 record_resumed_runs.py ../data/resumed_run_losses.json
 
-Each resume starts from the same checkpoint after step 9, and four of the five leave out a part of it.
+Each resume starts from the same checkpoint after step 9. `RUNS` below names what each leaves out, so solve the exercise
+before you read on.
 """
 
 import copy

@@ -1,4 +1,6 @@
-"""Train five times on two ranks, runs A to E, and print the ranks' logs, for exercise 1.3a.
+"""Train with DDP, runs A to E on two ranks, and print each epoch's log, for exercise 1.3a.
+
+    torchrun --standalone --nproc-per-node 2 log_ddp_epochs.py
 
 Four of the runs contain one mistake each. `MISTAKES` below names them, so solve the exercise before you read on.
 """

@@ -1,4 +1,6 @@
-"""Train a GPT five times on two ranks, runs A to E, and print the ranks' logs, for exercise 3.2a.
+"""Train a GPT with FSDP2, runs A to E on two ranks, and print the ranks' logs, for exercise 3.2a.
+
+    torchrun --standalone --nproc-per-node 2 log_fsdp2_steps.py
 
 Four of the runs contain one mistake each. `MISTAKES` below names them, so solve the exercise before you read on.
 """

@@ -1,4 +1,6 @@
-"""Train a sharded GPT on two ranks, six times, and print how much memory each rank holds, for exercise 3.1b.
+"""Train a sharded GPT, runs A to F on two ranks, and print how much memory each rank holds, for exercise 3.1b.
+
+    torchrun --standalone --nproc-per-node 2 log_sharded_memory.py
 
 Five of the runs contain one mistake each. `MISTAKES` below names them, so solve the exercise before you read on.
 """

@@ -1,6 +1,8 @@
-"""Train four times on two ranks, for exercise 1.2a: torchrun --standalone --nproc-per-node 2 four_runs.py
+"""Train with gradients averaged by hand, runs A to D on two ranks, and print each step's log, for exercise 1.2a.
 
-Some of the four runs have a fault, and the code below names it. Solve the exercise from the log before you read on.
+    torchrun --standalone --nproc-per-node 2 log_averaging_by_hand.py
+
+Some of the runs have a fault, and `FAULTS` below names it. Solve the exercise before you read on.
 """
 
 import torch
