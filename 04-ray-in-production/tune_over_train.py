@@ -56,7 +56,7 @@ def train_worker(loop_config: dict) -> None:
         trial_metrics = {"accuracy": metrics["val_accuracy"], "best_accuracy": best, "epoch": metrics["epoch"]}
         storage.report(state, {**trial_metrics, "world_size": worker.world_size}, worker)
 
-    splits = data.load(config, loop_config["data_folder"])
+    splits = data.load(config.dataset, loop_config["data_folder"])
     text_trainer = trainer.Trainer(config, splits, worker, lambda *_, **__: None, report)
     text_trainer.join()
     while not text_trainer.finished():
@@ -69,7 +69,7 @@ def main() -> None:
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # otherwise verbose=0 still prints a table
     driver, num_workers = distributed.Worker(label="driver"), config.cluster.num_workers[0]
     with distributed.fail_together():
-        data_folder = data.prepare(config)
+        data_folder = data.prepare(config.dataset, config.paths.processed_data_dir, config.cluster.num_workers[1])
         search = storage.RayRun.named(config.paths.model_save_dir, name=None)
         search.open_or_resume(resume=False, worker=driver)
     # A trial requests a hundredth of a CPU, for which a whole CPU has to be free.
@@ -87,12 +87,12 @@ def main() -> None:
     tuner = tune.Tuner(
         # Next to nothing: the trial's workers cannot use what the trial itself holds. Tune refuses {"CPU": 0}.
         tune.with_resources(trainable, {"CPU": 0.01}),
-        param_space=tuning.search_space(config),
+        param_space=tuning.search_space(config.tuning),
         tune_config=tune.TuneConfig(
             metric="accuracy",
             mode="max",
             num_samples=config.tuning.num_samples,
-            scheduler=tuning.build_scheduler(config),
+            scheduler=tuning.build_scheduler(config.tuning),
         ),
         run_config=tune.RunConfig(name=search.name, storage_path=search.storage_path, verbose=0),
     )

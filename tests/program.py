@@ -66,5 +66,7 @@ def here(folder: Path, *changes: str, state: dict | None = None) -> dict:
     config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={folder}/data", *changes])
     run_folder = folder / "runs/here"
     run_folder.mkdir(parents=True, exist_ok=True)
-    folders = trainer.Folders(str(run_folder), data.prepare(config), str(folder / "logs/here"))
-    return trainer.train(config, folders, Worker(), lambda: state, utils.store_in(Run(run_folder), config))
+    data_folder = data.prepare(config.dataset, config.paths.processed_data_dir, max_workers=2)
+    folders = trainer.Folders(str(run_folder), data_folder, str(folder / "logs/here"))
+    store = utils.store_in(Run(run_folder), config.checkpoint.keep_best)
+    return trainer.train(config, folders, Worker(), lambda: state, store)

@@ -195,8 +195,7 @@ def test_the_defaults_reach_what_the_readme_says(tmp_path):
     from sklearn.feature_extraction.text import CountVectorizer
     from sklearn.linear_model import LogisticRegression
 
-    config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={tmp_path}/data"])
-    folder = Path(data.prepare(config))
+    folder = Path(data.prepare(configuration.load(PROGRAM / "config").dataset, f"{tmp_path}/data", max_workers=2))
     rows = {
         name: [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()] for name in data.SPLITS
     }
@@ -241,14 +240,14 @@ LABELLED = "text,label\n" + "".join(f"film {number},{('pos', 'neg')[number % 2]}
 AS_JSONL = "".join(json.dumps({"text": f"film {number}", "label": number % 2}) + "\n" for number in range(30))
 
 
-def file_config(path: Path | str) -> configuration.Config:
-    return configuration.load(PROGRAM / "config", ["dataset.kind=file", f"dataset.file={path}"])
+def file_dataset(path: Path | str) -> configuration.Dataset:
+    return configuration.load(PROGRAM / "config", ["dataset.kind=file", f"dataset.file={path}"]).dataset
 
 
 def read(path: Path, content: str | bytes) -> list[tuple[str, str]]:
     """The rows of a file with this content, as pairs of text and label."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return [(row["text"], row["label"]) for row in data.read_file(file_config(path))]
+    return [(row["text"], row["label"]) for row in data.read_file(file_dataset(path))]
 
 
 @pytest.mark.parametrize(("name", "content", "words"), [
@@ -301,7 +300,7 @@ def test_a_file_that_cannot_be_used(name, content, words, tmp_path):
     if content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ValueError) as caught:
-        data.prepare(file_config(path))
+        data.prepare(file_dataset(path), str(tmp_path), max_workers=2)
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"dataset.file = {path}: ") and words in line and len(line) < 300 + len(str(path))
 
@@ -342,13 +341,14 @@ def test_rows_and_labels_are_counted_before_training(tmp_path, capsys):
     """So that a label which nobody meant is seen, however rare it is."""
     (tmp_path / "films.csv").write_text(LABELLED + "film,pos\n")
     said = []
-    data.prepare(file_config(tmp_path / "films.csv"), said.append)
+    data.prepare(file_dataset(tmp_path / "films.csv"), str(tmp_path), 2, said.append)
     assert said == ["31 rows, 2 labels: pos 16, neg 15"]
     rows = [{"label": f"{number:02}"} for number in range(20) for _ in range(40 - number)] + [{"label": "poss"}]
     assert data.describe_rows(rows) == (
         "611 rows, 21 labels: 00 40, 01 39, 02 38, 03 37, 04 36, 11 more, 16 24, 17 23, 18 22, 19 21, poss 1"
     )
-    assert data.prepare(configuration.load(PROGRAM / "config", ["dataset.kind=synthetic", "model.kind=mlp"])) == ""
+    config = configuration.load(PROGRAM / "config", SYNTHETIC)
+    assert data.prepare(config.dataset, str(tmp_path), max_workers=2) == ""
 
 
 def test_a_row_that_cannot_be_used_is_found_before_anything_starts(tmp_path, monkeypatch):
@@ -370,7 +370,7 @@ def films(path: Path, number: int) -> tuple[str, ...]:
 def test_the_folder_s_name_tells_rows_and_splits(tmp_path, monkeypatch):
     def folder(number: int) -> str:
         changes = films(tmp_path / "films.csv", number)
-        return data.prepare(configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={tmp_path}", *changes]))
+        return data.prepare(configuration.load(PROGRAM / "config", changes).dataset, str(tmp_path), max_workers=2)
 
     first = folder(200)
     assert folder(201) != first == folder(200)
@@ -389,8 +389,8 @@ def test_a_run_goes_on_with_its_own_rows_alone(tmp_path, monkeypatch, capsys):
     assert float(capsys.readouterr().out) == accuracy > 0.5
 
     films(tmp_path / "films.csv", 240)
-    config = configuration.load(PROGRAM / "config", [f"paths.processed_data_dir={tmp_path}/data", *changes])
-    splits = data.load(config, data.prepare(config))
+    dataset = configuration.load(PROGRAM / "config", changes).dataset
+    splits = data.load(dataset, data.prepare(dataset, f"{tmp_path}/data", max_workers=2))
     assert splits.vocabulary == state["vocabulary"] and splits.name != state["data"]
     other = f"the run was started with {state['data']}, and the data are now {splits.name}: restore the original rows"
     with pytest.raises(UsageError, match=other):

@@ -168,7 +168,7 @@ def test_a_folder_that_does_not_say_how_its_search_began(search):
 
 def test_the_defaults_are_the_space_that_was_asked_for():
     config = configuration.load(ROOT / "04-ray-in-production/program/config")
-    space = tune.search_space(config)
+    space = tune.search_space(config.tuning)
     assert (space["lr"].lower, space["lr"].upper) == (1e-4, 1e-2) and space["epochs"].categories == [5, 10, 20]
     assert config.tuning.num_samples == 10
 

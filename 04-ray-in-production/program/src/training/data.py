@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.utils.data import TensorDataset
 
-from training.config import Config
+from training import config as configuration
 
 PACKAGES = ("asyncio", "email", "multiprocessing", "unittest")  # in every Python since 3.11
 SNIPPETS, SNIPPET_LINES = 800, 6  # snippets per package, lines per snippet
@@ -77,27 +77,30 @@ def tokenize(text: str) -> list[str]:
     return re.findall(r"[a-z]+|[^\sa-z]", text.lower())
 
 
-def prepare(config: Config, log: Callable[[str], None] = lambda message: None) -> str:
-    """Write the three splits to a folder in paths.processed_data_dir, unless it exists, and return the folder.
+def prepare(
+    dataset: configuration.Dataset, parent: str, max_workers: int, log: Callable[[str], None] = lambda message: None
+) -> str:
+    """Write the three splits to a folder in `parent`, unless it exists, and return the folder.
 
-    The folder's name contains a checksum of the splits, so different splits get different folders. log: receives a line
-    with the number of rows and labels. Raises ValueError for a source that cannot be used.
+    The folder's name contains a checksum of the splits, so different splits get different folders. max_workers: each
+    gets a row to validate on. log: receives a line with the number of rows and labels. Raises ValueError for a source
+    that cannot be used.
     """
-    if config.dataset.kind == "synthetic":
+    if dataset.kind == "synthetic":
         return ""
-    rows = list(snippets()) if config.dataset.kind == "snippets" else list(read_file(config))
-    check_rows(rows, config)
+    rows = list(snippets()) if dataset.kind == "snippets" else list(read_file(dataset))
+    check_rows(rows, dataset.file, max_workers)
     log(describe_rows(rows))
     random.Random(0).shuffle(rows)
     parts = {"test": rows[0::HELD_OUT], "val": rows[1::HELD_OUT]}
     parts["train"] = [row for number, row in enumerate(rows) if number % HELD_OUT > 1]
     if unseen := {row["label"] for row in rows} - {row["label"] for row in parts["train"]}:
         raise ValueError(
-            f"dataset.file = {config.dataset.file}: no training row has the label {reprlib.repr(sorted(unseen))}: add "
-            "more rows with it"
+            f"dataset.file = {dataset.file}: no training row has the label {reprlib.repr(sorted(unseen))}: add more "
+            "rows with it"
         )
     digest = zlib.crc32(json.dumps(parts).encode())
-    folder = Path(config.paths.processed_data_dir).absolute() / f"{config.dataset.kind}-{digest:08x}"
+    folder = Path(parent).absolute() / f"{dataset.kind}-{digest:08x}"
     if not folder.exists():
         partial = folder.with_name(f".{folder.name}-{uuid.uuid4().hex}")
         partial.mkdir(parents=True)
@@ -121,9 +124,9 @@ def snippets() -> Iterator[dict]:
         yield from ({"text": text, "label": package} for text in pieces[:SNIPPETS])
 
 
-def read_file(config: Config) -> Iterator[dict]:
+def read_file(dataset: configuration.Dataset) -> Iterator[dict]:
     """Yield text and label of each row of a CSV or JSONL file. Raises ValueError that names the file and the line."""
-    path = Path(config.dataset.file)
+    path = Path(dataset.file)
     try:
         if path.suffix.lower() not in SUFFIXES:
             raise ValueError(
@@ -131,9 +134,9 @@ def read_file(config: Config) -> Iterator[dict]:
                 "(in .jsonl each line is a JSON object)"
             )
         lines = io.StringIO(decode(path.read_bytes()), newline="")
-        rows = read_csv(lines, config) if path.suffix.lower() == ".csv" else read_jsonl(lines, config)
+        rows = read_csv(lines, dataset) if path.suffix.lower() == ".csv" else read_jsonl(lines, dataset)
         for line, row in rows:
-            yield {name: check_value(row, name, config, line) for name in ("text", "label")}
+            yield {name: check_value(row, name, dataset, line) for name in ("text", "label")}
     except OSError as error:
         raise ValueError(f"dataset.file = {path}: {error.strerror}") from error
     except ValueError as error:
@@ -151,7 +154,7 @@ def decode(content: bytes) -> str:
         ) from error
 
 
-def read_csv(lines: Iterable[str], config: Config) -> Iterator[tuple[int, dict]]:
+def read_csv(lines: Iterable[str], dataset: configuration.Dataset) -> Iterator[tuple[int, dict]]:
     """Yield the number of each row's first line, and the row. Raises ValueError for a row unlike the header."""
     csv.field_size_limit(2**31 - 1)  # a text may be longer than the default of 131,072 characters
     reader, header, line = csv.reader(lines, strict=True, skipinitialspace=True), None, 1
@@ -159,7 +162,7 @@ def read_csv(lines: Iterable[str], config: Config) -> Iterator[tuple[int, dict]]
         for fields in reader:
             if fields and header is None:
                 header = [name.strip() for name in fields]
-                check_columns(reject_duplicates([(name, None) for name in header if name]), config, line)
+                check_columns(reject_duplicates([(name, None) for name in header if name]), dataset, line)
             elif fields:  # a blank line has none
                 if len(fields) != len(header):
                     raise ValueError(
@@ -174,7 +177,7 @@ def read_csv(lines: Iterable[str], config: Config) -> Iterator[tuple[int, dict]]
         ) from error
 
 
-def read_jsonl(lines: Iterable[str], config: Config) -> Iterator[tuple[int, dict]]:
+def read_jsonl(lines: Iterable[str], dataset: configuration.Dataset) -> Iterator[tuple[int, dict]]:
     """Yield the number of each line that is not blank, and its object. Raises ValueError for anything else."""
     for line, content in enumerate(lines, start=1):
         if not content.strip():
@@ -186,7 +189,7 @@ def read_jsonl(lines: Iterable[str], config: Config) -> Iterator[tuple[int, dict
             raise ValueError(f"line {line} is not JSON ({reason}): write one object per line") from error
         if not isinstance(row, dict):
             raise ValueError(f"line {line} is {reprlib.repr(row)}, not a JSON object: write one object per line")
-        check_columns(row, config, line)
+        check_columns(row, dataset, line)
         yield line, row
 
 
@@ -200,16 +203,16 @@ def reject_duplicates(pairs: list[tuple]) -> dict:
     return row
 
 
-def check_columns(names: Iterable[str], config: Config, line: int) -> None:
+def check_columns(names: Iterable[str], dataset: configuration.Dataset, line: int) -> None:
     """Raise ValueError if the names lack one of the two columns."""
     for key in ("text_column", "label_column"):
-        if (column := getattr(config.dataset, key)) not in names:
+        if (column := getattr(dataset, key)) not in names:
             raise ValueError(f"line {line} has no {column} (dataset.{key}), only {reprlib.repr(list(names))}")
 
 
-def check_value(row: dict, name: str, config: Config, line: int) -> str:
+def check_value(row: dict, name: str, dataset: configuration.Dataset, line: int) -> str:
     """Return a row's text or label. Spaces around a label do not count. Raises ValueError if it cannot be used."""
-    column = getattr(config.dataset, f"{name}_column")
+    column = getattr(dataset, f"{name}_column")
     where, value = f"{column} (dataset.{name}_column)", row[column]
     if value is None or not str(value).strip():
         raise ValueError(f"line {line} has an empty {where}")
@@ -229,30 +232,29 @@ def describe_rows(rows: list[dict]) -> str:
     return f"{len(rows)} rows, {len(counts)} labels: {', '.join(parts)}"
 
 
-def check_rows(rows: list[dict], config: Config) -> None:
+def check_rows(rows: list[dict], file: str | None, max_workers: int) -> None:
     """Raise ValueError for too few rows or fewer than two labels."""
     labels = {row["label"] for row in rows}
-    max_workers = config.cluster.num_workers[1]
     if len(rows) < HELD_OUT * max_workers:
         raise ValueError(
-            f"dataset.file = {config.dataset.file}: has {len(rows)} rows; at least {HELD_OUT * max_workers} are "
-            f"needed, so that a tenth of them gives each of {max_workers} workers a row to validate on"
+            f"dataset.file = {file}: has {len(rows)} rows; at least {HELD_OUT * max_workers} are needed, "
+            f"so that a tenth of them gives each of {max_workers} workers a row to validate on"
         )
     if len(labels) < 2:
-        raise ValueError(f"dataset.file = {config.dataset.file}: all rows have the same label, {labels.pop()}")
+        raise ValueError(f"dataset.file = {file}: all rows have the same label, {labels.pop()}")
 
 
-def load(config: Config, folder: str) -> Splits:
+def load(dataset: configuration.Dataset, folder: str) -> Splits:
     """Load the splits that `prepare` wrote, as tensors. Raises OSError on a node that does not see the folder."""
-    if config.dataset.kind == "synthetic":
-        return synthetic_splits(config.dataset.num_samples)
+    if dataset.kind == "synthetic":
+        return synthetic_splits(dataset.num_samples)
     try:
         rows = {name: [json.loads(line) for line in open(Path(folder, f"{name}.jsonl"))] for name in SPLITS}  # noqa: SIM115
     except FileNotFoundError as error:
         raise FileNotFoundError(
             f"{folder} does not exist on this node: paths.processed_data_dir must be on storage that all nodes share"
         ) from error
-    vocabulary = Vocabulary.from_rows(rows["train"], config.dataset.vocab_size, config.dataset.max_length)
+    vocabulary = Vocabulary.from_rows(rows["train"], dataset.vocab_size, dataset.max_length)
     parts = {name: to_tensors(vocabulary, part) for name, part in rows.items()}
     return Splits(
         **parts,

@@ -29,7 +29,7 @@ def main() -> None:
     driver = distributed.Worker(label="driver")
     fewest, most = config.cluster.num_workers
     with distributed.fail_together():
-        data_folder = data.prepare(config, driver.log)
+        data_folder = data.prepare(config.dataset, config.paths.processed_data_dir, most, driver.log)
         run = storage.RayRun.named(config.paths.model_save_dir, options.run_name)
         run.open_or_resume(options.resume, driver)
     folders = trainer.Folders(run.folder, data_folder, str(Path(config.paths.log_dir, run.name).absolute()))
@@ -62,7 +62,7 @@ def main() -> None:
         ),
     )
     result = workers.fit(ray_trainer, run, driver)
-    driver.log(f"done: {utils.write_metrics(config, run.name, result)}; checkpoints in {run.folder}")
+    driver.log(f"done: {utils.write_metrics(folders.logs, result)}; checkpoints in {run.folder}")
 
 
 def check_resources(

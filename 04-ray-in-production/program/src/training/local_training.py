@@ -22,14 +22,16 @@ def main() -> None:
     with distributed.fail_together():
         if worker.world_size > 1:
             raise ValueError("this program runs in one process; for several, use distributed_training.py")
-        data_folder = data.prepare(config, worker.log)
+        data_folder = data.prepare(
+            config.dataset, config.paths.processed_data_dir, config.cluster.num_workers[1], worker.log
+        )
         run = restarts.RestartableRun.find(config.paths.model_save_dir, options.run_name)
         state = run.open_or_resume(options.resume, worker)
     folders = trainer.Folders(str(run.folder), data_folder, str(Path(config.paths.log_dir, run.folder.name).absolute()))
     script.stop_on_signals(worker, run.resume_hint)
 
-    result = trainer.train(config, folders, worker, lambda: state, utils.store_in(run, config))
-    worker.log(f"done: {utils.write_metrics(config, result['run'], result)}; checkpoints in {run.folder}")
+    result = trainer.train(config, folders, worker, lambda: state, utils.store_in(run, config.checkpoint.keep_best))
+    worker.log(f"done: {utils.write_metrics(folders.logs, result)}; checkpoints in {run.folder}")
 
 
 if __name__ == "__main__":

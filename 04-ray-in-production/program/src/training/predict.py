@@ -40,12 +40,13 @@ def main() -> None:
 
     def predict(*inputs: torch.Tensor) -> torch.Tensor:
         """Return the logits, computed in the precision of the training."""
-        with utils.autocast(config, torch.device("cpu")):
+        with utils.autocast(config.training.precision, torch.device("cpu")):
             return network(*inputs)
 
     if args.test:
         with fail_together():
-            splits = data.load(config, data.prepare(config))
+            folder = data.prepare(config.dataset, config.paths.processed_data_dir, config.cluster.num_workers[1])
+            splits = data.load(config.dataset, folder)
             data.check_same(state, splits)
         correct = sum(
             int((predict(*inputs).argmax(dim=1) == labels).sum())

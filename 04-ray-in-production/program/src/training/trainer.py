@@ -49,7 +49,7 @@ def train(
     """
     with distributed.fail_together():
         tasks.check_precision(config.training.precision, worker.device)
-        splits = distributed.retry(lambda: data.load(config, folders.data), patience_s)
+        splits = distributed.retry(lambda: data.load(config.dataset, folders.data), patience_s)
         check_divisible(config.training.batch_size, worker.world_size)
         if len(splits.train) < worker.world_size:
             raise ValueError(f"{len(splits.train)} training rows are too few for {worker.world_size} workers")
@@ -200,7 +200,7 @@ class Trainer:
         if num_samples == 0:
             inputs = [tensor.new_ones(1, *tensor.shape[1:]) for tensor in inputs]
         inputs = [tensor.to(self.dtype) if tensor.is_floating_point() else tensor for tensor in inputs]
-        with utils.autocast(self.config, self.worker.device):
+        with utils.autocast(self.config.training.precision, self.worker.device):
             return network(*inputs)[:num_samples].to(self.dtype)
 
     def log_steps(self, totals: list[torch.Tensor], counts: list[int], seconds: float) -> None:

@@ -97,7 +97,9 @@ def main() -> None:
     options, config = configuration.parse_command_line(parser)
     driver = distributed.Worker(label="driver")
     with distributed.fail_together():
-        data_folder = data.prepare(config, driver.log)
+        data_folder = data.prepare(
+            config.dataset, config.paths.processed_data_dir, config.cluster.num_workers[1], driver.log
+        )
         configuration.prepare_to_write(options.out, options.config_dir, may_replace=options.resume)
         folder = config.paths.model_save_dir
         search = Search.named(folder, options.run_name, search_options(config, data_folder))
@@ -116,7 +118,7 @@ def main() -> None:
     resources = resources or ({"GPU": 1} if use_gpu else {"CPU": 1})
 
     trainable = tune.with_resources(make_trial(config.model_dump(mode="json"), data_folder), resources)
-    results = build_tuner(config, search, options.resume, trainable).fit()
+    results = build_tuner(config.tuning, config.training.seed, search, options.resume, trainable).fit()
     for result in sorted(results, key=lambda result: -(result.metrics or {}).get("best_accuracy", 0)):
         driver.log(describe(result))
     trained = [result for result in results if failure(result) is None]
@@ -141,19 +143,21 @@ def search_options(config: Config, data_folder: str) -> dict:
     return {**values, "data": Path(data_folder).name}
 
 
-def build_tuner(config: Config, search: Search, resume: bool, trainable: Callable[[dict], None]) -> tune.Tuner:
+def build_tuner(
+    tuning: configuration.Tuning, seed: int, search: Search, resume: bool, trainable: Callable[[dict], None]
+) -> tune.Tuner:
     """Build the Tuner of a new search, or restore it: unfinished trials then continue from their last checkpoints."""
     if resume:
         return tune.Tuner.restore(search.folder, trainable, resume_unfinished=True, resume_errored=True)
     return tune.Tuner(
         trainable,
-        param_space=search_space(config),
+        param_space=search_space(tuning),
         tune_config=tune.TuneConfig(
             metric="accuracy",
             mode="max",
-            num_samples=config.tuning.num_samples,
-            search_alg=BasicVariantGenerator(random_state=config.training.seed),  # the same seed draws the same trials
-            scheduler=build_scheduler(config),
+            num_samples=tuning.num_samples,
+            search_alg=BasicVariantGenerator(random_state=seed),  # the same seed draws the same trials
+            scheduler=build_scheduler(tuning),
             reuse_actors=True,  # trials reuse processes, which saves half a minute for ten trials
         ),
         run_config=tune.RunConfig(
@@ -166,17 +170,16 @@ def build_tuner(config: Config, search: Search, resume: bool, trainable: Callabl
     )
 
 
-def search_space(config: Config) -> dict:
+def search_space(tuning: configuration.Tuning) -> dict:
     """Return the distributions that each trial's values are drawn from. The learning rate is log-uniform."""
-    lr = config.tuning.lr
-    return {"lr": tune.loguniform(lr.lowest, lr.highest), "epochs": tune.choice(config.tuning.epochs)}
+    return {"lr": tune.loguniform(tuning.lr.lowest, tuning.lr.highest), "epochs": tune.choice(tuning.epochs)}
 
 
-def build_scheduler(config: Config) -> ASHAScheduler | None:
+def build_scheduler(tuning: configuration.Tuning) -> ASHAScheduler | None:
     """Build the scheduler that stops trials early, if the configuration asks for one."""
-    if config.tuning.scheduler == "none":
+    if tuning.scheduler == "none":
         return None
-    return ASHAScheduler(time_attr="epoch", max_t=max(config.tuning.epochs), grace_period=config.tuning.grace_epochs)
+    return ASHAScheduler(time_attr="epoch", max_t=max(tuning.epochs), grace_period=tuning.grace_epochs)
 
 
 def with_values(config: Config, values: dict) -> Config:
@@ -219,7 +222,8 @@ def make_trial(config_values: dict, data_folder: str) -> Callable[[dict], None]:
         torch.set_num_threads(1)
         config = with_values(Config.model_validate({**config_values, "checkpoint": {}}), values)  # saves every epoch
         worker = distributed.Worker(device=assigned_device())
-        text_trainer = trainer.Trainer(config, data.load(config, data_folder), worker, lambda *_, **__: None, report)
+        splits = data.load(config.dataset, data_folder)
+        text_trainer = trainer.Trainer(config, splits, worker, lambda *_, **__: None, report)
         if start_checkpoint := tune.get_checkpoint():
             with start_checkpoint.as_directory() as folder:
                 text_trainer.restore(checkpoint.load(Path(folder) / STATE_FILE))

@@ -13,12 +13,11 @@ from shared.distributed import Worker, fail_together
 from shared.on_ray.storage import RayRun
 from shared.running import lease, progress
 from shared.running.runs import Run
-from training.config import Config
 
 
-def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Return the context of a forward pass in the precision of the training."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(config.training.precision)
+def autocast(precision: str, device: torch.device) -> torch.autocast:
+    """Return the context of a forward pass in this precision, as training.precision names it."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     return torch.autocast(device.type, dtype, enabled=dtype is not None)
 
 
@@ -44,7 +43,7 @@ class Log:
             worker.log(message)
 
 
-def store_in(run: Run, config: Config) -> Callable[[dict, dict], None]:
+def store_in(run: Run, keep_best: int) -> Callable[[dict, dict], None]:
     """Return a function that saves a state of `run` and, as Ray Train does, keeps only the best and the newest.
 
     It raises UsageError if the state cannot be saved, or if a different process has taken over the run.
@@ -58,7 +57,7 @@ def store_in(run: Run, config: Config) -> Callable[[dict, dict], None]:
         scores = {checkpoint.path_for_step(run.folder, line["step"]): line["val_accuracy"] for line in lines}
         ranked = [path for path in run.list_newest_first() if path <= newest]
         ranked.sort(key=lambda path: scores.get(path, -1.0), reverse=True)  # a mid-epoch checkpoint has no score
-        for path in ranked[config.checkpoint.keep_best :]:
+        for path in ranked[keep_best:]:
             if path != newest:
                 path.unlink()
 
@@ -93,9 +92,9 @@ def best_state(folder: str) -> tuple[str, dict]:
     return best
 
 
-def write_metrics(config: Config, run: str, result: dict) -> Path:
-    """Write a finished run's metrics.json next to its logs, atomically, and return its path."""
-    path = Path(config.paths.log_dir, run, "metrics.json").absolute()
+def write_metrics(folder: str, result: dict) -> Path:
+    """Write a finished run's metrics.json to the folder of its logs, atomically, and return its path."""
+    path = Path(folder, "metrics.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     progress.write_metrics(path, [result])
     return path
