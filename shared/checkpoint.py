@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import re
+import uuid
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -25,28 +26,27 @@ def save_atomically(state: dict, path: str | Path) -> Path:
     """Write `state` to `path`, so that the file holds either its old or its new content, never half of one.
 
     The bytes go to a temporary file in the same folder and are flushed to the disk. Then the file is renamed, which is
-    atomic on a POSIX file system. Returns the path.
+    atomic on a POSIX file system. The temporary name is new each time: a process that is frozen here may wake up when
+    another one has written the same checkpoint. Returns the path.
     """
     path = Path(path)
-    partial = path.with_name(f".{path.name}.partial")
-    with open(partial, "wb") as file:
-        torch.save({"format": FORMAT, **state}, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
+    try:
+        with open(partial, "wb") as file:
+            torch.save({"format": FORMAT, **state}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)  # is left only if saving has failed
     return path
 
 
 def save_safely(state: dict, path: str | Path) -> Path:
-    """Write `state` as `save_atomically` does, and leave no partial file behind if that fails.
-
-    Raises OSError with the system's reason.
-    """
-    path = Path(path)
+    """Write `state` as `save_atomically` does. Raises OSError with the system's reason."""
     try:
         return save_atomically(state, path)
     except (OSError, RuntimeError) as error:
-        path.with_name(f".{path.name}.partial").unlink(missing_ok=True)
         # On a full disk torch raises an error of its own while it handles the system's.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"cannot save {path}: {getattr(cause, 'strerror', None) or cause}") from error
@@ -126,13 +126,14 @@ def first_readable(paths: list, load: Callable[[Path], dict] = load) -> tuple[Pa
 
 
 def keep_newest(written: Path, keep: int = 2) -> None:
-    """Keep `written` and the `keep - 1` checkpoints before it; delete the older ones.
+    """Keep `written` and the `keep - 1` checkpoints before it; delete the older ones, and what killed saves have left.
 
-    Newer checkpoints stay. They are unreadable files that a resumed run has skipped and will overwrite.
+    Newer checkpoints stay. They are files that a resumed run could not read, has skipped, and will overwrite.
     """
     older = [path for path in list_newest_first(written.parent) if path.name < written.name]
-    for path in older[keep - 1 :]:
-        path.unlink()
+    left = [path for path in written.parent.glob(".checkpoint-*.partial") if path.name < f".{written.name}"]
+    for path in (*older[keep - 1 :], *left):
+        path.unlink(missing_ok=True)
 
 
 def random_state() -> dict:

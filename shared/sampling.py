@@ -113,10 +113,11 @@ def even_batches(loader: DataLoader, num_batches: int) -> Iterator:
 def deal_batches(
     loader: DataLoader, epoch: int, position: int, counts: Sequence[int]
 ) -> Iterator[tuple[int, list[torch.Tensor]]]:
-    """Yield (count, this rank's batch) for each global batch of `counts` samples, from `position` of an epoch on.
+    """Yield (count, this rank's batch) for each step, from `position` of an epoch on.
 
     Each epoch has its own order, the same on all ranks. Every rank gets equally many batches.
-    loader: from `rank_loader`. position: the epoch's samples that were trained on before, over all ranks.
+    loader: from `rank_loader`. epoch: from 0. position: how many of its samples were trained on before.
+    counts: the samples of each step over all ranks, for as many steps as are to be taken.
     """
     loader.sampler.set_epoch(epoch)
     loader.sampler.set_position(position)

@@ -6,6 +6,8 @@ import pickle
 import random
 import zipfile
 import zlib
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -78,6 +80,7 @@ def test_a_crash_while_saving_leaves_the_old_file(tmp_path, monkeypatch, where):
 
 def test_a_partial_file_is_no_checkpoint(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *names: None)
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
     save_step(tmp_path, 20)
     assert len(names(tmp_path)) == 1
     assert checkpoint.first_readable(checkpoint.list_newest_first(tmp_path)) == (None, None, [])
@@ -372,3 +375,30 @@ def test_checksums_of_large_files_say_how_far_they_are(tmp_path, monkeypatch):
     found = sharded.file_checksums(tmp_path, ["a", "b", "gone"], said.append)
     assert list(found) == ["a", "b"] and found["a"] == found["b"] == [3 * 2**24, zlib.crc32(bytes(3 * 2**24))]
     assert said[-1] == f"checking {tmp_path}: 0.1 of 0.1 GB" and 2 <= len(said) <= 3
+
+
+def test_a_writer_that_was_frozen_does_no_harm_to_the_one_that_has_taken_over(tmp_path, monkeypatch):
+    """It wakes up in the middle of its write, when the other has written the checkpoint of the same step."""
+    path, save = checkpoint.path_for_step(tmp_path, 20), torch.save
+
+    def frozen(state: dict, file: BinaryIO) -> None:
+        save(state, file)
+        monkeypatch.setattr(torch, "save", save)
+        checkpoint.save_atomically({"weights": torch.ones(10)}, path)
+        assert torch.equal(checkpoint.load(path)["weights"], torch.ones(10))
+        file.write(b"the rest")
+        file.flush()
+        assert torch.equal(checkpoint.load(path)["weights"], torch.ones(10))
+        raise OSError("taken over")
+
+    monkeypatch.setattr(torch, "save", frozen)
+    with pytest.raises(OSError, match="taken over"):
+        checkpoint.save_atomically({"weights": torch.zeros(10)}, path)
+    assert torch.equal(checkpoint.load(path)["weights"], torch.ones(10)) and list(tmp_path.iterdir()) == [path]
+
+
+def test_what_killed_saves_have_left_goes_with_a_later_save(tmp_path):
+    left, newer = (tmp_path / f".checkpoint-{step:08}.pt.0abc.partial" for step in (20, 60))
+    left.touch(), newer.touch()
+    checkpoint.keep_newest(checkpoint.save_atomically({}, checkpoint.path_for_step(tmp_path, 40)))
+    assert set(tmp_path.iterdir()) == {checkpoint.path_for_step(tmp_path, 40), newer}

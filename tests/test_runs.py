@@ -196,6 +196,28 @@ def test_a_process_finds_its_agent_even_through_a_wrapper(monkeypatch):
     assert other.startswith(".torchrun-") and f"-{os.getpid()}-" not in other
 
 
+def test_a_job_that_has_resumed_a_run_notes_its_step(args, folder, monkeypatch):
+    """Lost before its next save, and started again on a host without the checkpoints, it must not begin anew."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    save_step(folder, 20)
+    assert open_or_resume(changed(args, resume=True), folder)["progress"]["step"] == 20
+    assert named(args).saved_step == 20
+
+
+def test_a_job_that_trains_one_run_after_the_other_opens_each_by_its_name(args, folder, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    restarts.write_note(folder, 20, "its-token")
+    other = named(changed(args, run_name="[other]"))
+    assert (other.folder.name, other.restarted) == ("[other]", False)
+    assert (named(args).folder, named(args).restarted) == (folder, True)
+
+
+def test_nodes_with_different_options_are_refused(args, monkeypatch):
+    monkeypatch.setattr("shared.distributed.gather_objects", lambda value: [value, value and value.replace("7", "8")])
+    with pytest.raises(UsageError, match="the nodes were started with different options"):
+        RestartableRun.find(args.storage_path, "mine", {"seed": 7})
+
+
 def test_a_restart_by_torchrun_never_writes_over_checkpoints_that_it_cannot_read(args, folder):
     save_step(folder, 20).write_bytes(b"cut off")
     with pytest.raises(ValueError, match="no readable checkpoint"):
@@ -339,6 +361,15 @@ def test_in_the_middle_of_an_epoch_a_progress_does_not_continue_with_different_d
     old = progress.state_dict()
     del old["num_samples"]  # a checkpoint of an earlier version
     new_progress(12).load_state_dict(old)
+
+
+def test_a_seed_changed_between_two_epochs_is_the_one_of_the_next_epoch():
+    later = new_progress(10, seed=1)
+    later.load_state_dict(new_progress(10, seed=0).state_dict())  # at the end of an epoch
+    later.record_steps([3.0], [4], 2.0)
+    new_progress(10, seed=1).load_state_dict(later.state_dict())
+    with pytest.raises(UsageError, match="the epoch began with --seed 1; --seed 0 deals"):
+        new_progress(10, seed=0).load_state_dict(later.state_dict())
 
 
 @pytest.mark.parametrize("limit", [10, 100_000])

@@ -3,7 +3,7 @@
 Two processes that continue the same run would overwrite and delete each other's checkpoints. So the process that opens
 a run writes its token into the file, and renews the file until it has finished. Every save checks the token first. The
 storage may be a cloud's, where no file can be created atomically. So a process that takes over a lease reads the file
-back.
+back. For the same reason a process that was frozen between its look at the file and its write may still write once.
 """
 
 import contextlib
@@ -142,7 +142,8 @@ def acquire(run: Leasable, worker: Worker) -> None:
     lease = Lease(run)
     # A different process may have written at the same moment: the last one to write has the lease.
     time.sleep(0.1 if entry is None or entry[0].get("token") == run.token else 1)
-    check(run)
+    if other := taken_over_by(run):
+        raise ValueError(f"{run.folder} is being written by {other}: stop it first, or choose a new --run-name")
     held = lease
     lease.thread.start()
 

@@ -25,9 +25,10 @@ class Progress:
     """How far a run has come: the part of a checkpoint that is not tensors, and what rank 0 prints.
 
     step: optimizer steps in all. epoch: the current epoch, from 0. metrics: one dict per epoch. options: those with
-    which the run was started. The other attributes describe the current epoch. position: samples trained on so far,
-    over all ranks. seconds: their training time, without work lost to a kill. loss_sum: the sum of the samples' losses.
-    step_losses: the global mean loss of each step.
+    which the run was started, except the seed, which is the one that deals the current epoch. The other attributes
+    describe the current epoch. position: samples trained on so far, over all ranks. seconds: their training time,
+    without work lost to a kill. loss_sum: the sum of the samples' losses. step_losses: the global mean loss of each
+    step.
     """
 
     saved = ("step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options")
@@ -63,6 +64,8 @@ class Progress:
         if state["position"] > 0 and before != self.num_samples:
             raise UsageError(f"the epoch began with {before} training samples, but now there are {self.num_samples}")
         vars(self).update({name: state[name] for name in self.saved})
+        if now is not None:  # a program may keep it elsewhere
+            self.options = {**self.options, "seed": now}
 
     @property
     def last_step(self) -> int:
@@ -77,7 +80,7 @@ class Progress:
 
     @property
     def interrupted(self) -> bool:
-        """Whether a number of `stop_every` has interrupted the epoch."""
+        """Whether a number of `stop_every` has interrupted the epoch. (--max-steps ends the run.)"""
         return 0 < self.position < self.num_samples and self.step != self.max_steps
 
     @property

@@ -6,6 +6,8 @@ So each node keeps a note in the run's folder. The file is named after the agent
 of the newest checkpoint. A later start of the same script has a different agent and does not find the note.
 """
 
+import glob
+import json
 import os
 import socket
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from shared import checkpoint
-from shared.distributed import Worker, fail_together, from_rank_zero, gather_objects
+from shared.distributed import Worker, check_same, fail_together, from_rank_zero, gather_objects
 from shared.errors import UsageError
 from shared.running import runs
 from shared.running.lease import start_time
@@ -31,13 +33,15 @@ class RestartableRun(runs.Run):
     def find(cls, storage_path: str, name: str | None, options: dict | None = None) -> "RestartableRun":
         """Return the run of this name under `storage_path`, or of a new name. Collective.
 
-        It is the same on every rank, and after every restart by torchrun.
+        It is the same on every rank, and after every restart by torchrun. Raises UsageError, on every rank, if the
+        nodes were started with different options.
         """
         if "://" in storage_path:
             raise UsageError(f"--storage-path {storage_path} is a URI, but this script needs a folder")
         folder, note = Path(storage_path).absolute(), None
         with fail_together():
-            note = find_note(folder)
+            note = find_note(folder, name)
+        check_same(json.dumps(options), "the nodes were started with different options; give all of them the same")
         # Rank 0 may be on a different host than before the restart, so any node's note counts.
         notes = [note for note in gather_objects(note) if note]
         run = cls(folder / (name or from_rank_zero(runs.new_name())), options)
@@ -61,7 +65,7 @@ class RestartableRun(runs.Run):
         """Do what `Run.open_or_resume` does, and note on this node that the run is this job's."""
         state = super().open_or_resume(resume, worker)
         if not self.restarted:
-            write_note(Path(self.folder), -1, self.token)
+            write_note(Path(self.folder), state["progress"]["step"] if state else -1, self.token)
         elif state is None:
             worker.log("restarted before anything was saved: starting from scratch")
         return state
@@ -95,10 +99,13 @@ def write_note(folder: Path, step: int, token: str) -> None:
         os.replace(partial, folder / name)
 
 
-def find_note(storage_path: Path) -> tuple[str, int, str] | None:
-    """Return (run name, newest step or -1, token) from this node's note under `storage_path`, or None."""
-    name = note_name()
-    found = [] if name is None else list(storage_path.glob(f"*/{name}"))
+def find_note(storage_path: Path, run_name: str | None = None) -> tuple[str, int, str] | None:
+    """Return (run name, newest step or -1, token) from this node's note under `storage_path`, or None.
+
+    run_name: of the run that it must belong to, for an agent whose script trains several runs.
+    """
+    name, folder = note_name(), "*" if run_name is None else glob.escape(run_name)
+    found = [] if name is None else list(storage_path.glob(f"{folder}/{name}"))
     if not found:
         return None
     step, token = found[0].read_text().split()

@@ -1,4 +1,14 @@
-"""Manage a run: the folder of its checkpoints, the right to write there, and how to continue it."""
+"""Manage a run: the folder of its checkpoints, the right to write there, and how to continue it.
+
+What the folder holds, under torchrun, and who writes it:
+
+    checkpoint-STEP.pt        rank 0, every save; the two newest are kept
+    .checkpoint-STEP...       rank 0, while it saves; what a kill has left goes with a later save
+    .writer.json              a thread of rank 0, every ten seconds: the lease (`shared.running.lease`)
+    .torchrun-HOST-PID-START  the first rank of each node, after every save: the newest step (`shared.running.restarts`)
+
+On Ray, a checkpoint is a folder that Ray names and stores (`shared.on_ray.storage`), and the driver holds the lease.
+"""
 
 import argparse
 import os
@@ -22,7 +32,7 @@ class Run:
     """A run whose checkpoints are files in a folder that this node sees, one file each (`shared.checkpoint`).
 
     options: those that decide what the run computes. They are saved in its checkpoints.
-    may_differ: the names of those that a resumed run may change. It must share all others with its checkpoint.
+    may_differ: the names of those in which a resumed run may differ from its checkpoint. It must share all others.
     """
 
     restarted = False  # whether a launcher has restarted this run (`shared.running.restarts`)
