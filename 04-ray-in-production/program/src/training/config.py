@@ -149,6 +149,8 @@ OPTION_KEYS = {
 
 def name_keys(error: Exception) -> str:
     """Return an error's message with keys in place of options that this program does not have."""
+    # It rewrites the text, because some errors arrive as text: argparse's, an OSError of a Ray worker and a failed
+    # trial's keep no other field. And `shared` would have to set the option apart in each of its messages.
     return re.sub(r"--[a-z][a-z-]*", lambda option: OPTION_KEYS.get(option[0], option[0]), str(error))
 
 
