@@ -760,11 +760,11 @@ FIRST = {
 
 @pytest.mark.parametrize(("script", "before", "named"), [
     ("01-ddp-pytorch-only/train_ddp.py", None, FIRST),
-    ("02-ddp-pytorch-ray/train_ray_ddp.py", "01-ddp-pytorch-only/train_ddp.py",
-     {"on_ray", "sharded"}),
+    ("02-ddp-pytorch-ray/train_ray_ddp.py", "01-ddp-pytorch-only/train_ddp.py", {"on_ray", "sharded"}),
     ("02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ray_images"}),
     ("03-fsdp-deepspeed/train_ray_fsdp2.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"measure"}),
-    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py", {"ds_settings", "measure", "zero"}),
+    ("03-fsdp-deepspeed/train_ray_deepspeed.py", "02-ddp-pytorch-ray/train_ray_ddp.py",
+     {"ds_settings", "measure", "zero"}),
     ("03-fsdp-deepspeed/train_ray_finetune.py", "02-ddp-pytorch-ray/train_ray_ddp.py",
      {"measure", "pairs", "pretrained", "tiny_base"}),
 ])  # fmt: skip
