@@ -103,6 +103,29 @@ def loss_error(worker, seed, images, labels, norm, per_rank):
     return sum(errors) / len(errors)
 
 
+def difference_to_next_batch(seed, images, labels, size):
+    """Return how far the loss and gradient of the second `size` images are from those of the first, in one process."""
+    model = build("batch", seed)
+    loss, gradient = loss_and_gradient(model, model, images[:size], labels[:size])
+    next_loss, next_gradient = loss_and_gradient(model, model, images[size : 2 * size], labels[size : 2 * size])
+    return (next_loss - loss).abs().item(), ((next_gradient - gradient).norm() / gradient.norm()).item()
+
+
+@torch.no_grad()
+def buffer_gaps(worker, seed, images):
+    """Return how far any rank's buffers are from rank 0's after a forward pass in DDP, and after `broadcast_buffers`.
+
+    Each rank gets its own half of the images.
+    """
+    model, gaps = build("batch", seed), []
+    DistributedDataParallel(model)(images[worker.rank :: 2])
+    for _ in range(2):
+        buffers = torch.cat([buffer.flatten().double() for buffer in model.buffers()])
+        gaps.append(distributed.global_max((buffers - distributed.from_rank_zero(buffers)).abs().max().item()))
+        distributed.broadcast_buffers(model)
+    return gaps
+
+
 def main(path: Path) -> None:
     worker, seed = distributed.join(), int(os.getenv("SEED", "7"))
     images, labels = datasets.load("digits").train.tensors
@@ -117,14 +140,16 @@ def main(path: Path) -> None:
         "GroupNorm": compare(worker, seed, *batch, "group"),
         "BatchNorm": compare(worker, seed, *batch, "batch"),
         "global BatchNorm": compare(worker, seed, *batch, "batch", global_statistics=True),
+        "the next batch": difference_to_next_batch(seed, images, labels, 32),
     }
+    gaps = buffer_gaps(worker, seed, images[:32])
     try:
         DistributedDataParallel(nn.SyncBatchNorm.convert_sync_batchnorm(models.resnet18(norm="batch")))
         refusal = ""
     except ValueError as error:
         refusal = str(error)
     if worker.rank == 0:
-        path.write_text(json.dumps({"by size": by_size, "errors": results, "refusal": refusal}))
+        path.write_text(json.dumps({"by size": by_size, "errors": results, "refusal": refusal, "buffers": gaps}))
     distributed.leave()
 
 
