@@ -58,9 +58,9 @@ def per_gpu(model: GPT, strategy: str, gpus: int, sequences: int = 1) -> dict[st
     elif strategy == "FSDP":
         block = count(model.blocks[0])
         outside_blocks = numbers - config.num_layers * block
-        extra = (2 + 2) * (2 * block + outside_blocks)  # weights and gradients
+        extra = (2 + 2) * (2 * block + outside_blocks)  # weights and gradients, if gradients are reduced in 2 bytes too
     else:
-        extra = 2 * 2 * min(BUCKET, numbers)  # two buckets, 2 bytes per number
+        extra = 2 * 2 * min(BUCKET, numbers)  # two buckets, as with `overlap_comm`, 2 bytes per number
     return {
         "whole": on_every_rank * numbers,
         "shard": divided * shard,

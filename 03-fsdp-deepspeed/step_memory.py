@@ -53,11 +53,15 @@ class Recorder(TorchDispatchMode):
         return next(number for number, name in self.begins if name == phase)
 
 
-def record_step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> tuple[int, Recorder]:
+def record_step(
+    model: GPT, tokens: torch.Tensor, targets: torch.Tensor, **adamw_options: bool
+) -> tuple[int, Recorder]:
     """Take two steps with AdamW and record the second, so that the moments exist from the start.
 
     The gradients are zeroed instead of freed. So they exist throughout the step, as they do when you accumulate
     gradients over several batches.
+
+    adamw_options: for torch.optim.AdamW.
 
     Returns the peak of the recorded step in bytes, and its Recorder.
     """
@@ -65,7 +69,7 @@ def record_step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> tupl
     def compute_loss():
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), **adamw_options)
     compute_loss().backward()
     optimizer.step()
     memory = measure.PeakMemory(CPU)
