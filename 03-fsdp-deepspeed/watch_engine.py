@@ -1,4 +1,4 @@
-"""Watch a DeepSpeed engine: measure its buckets, and draw what a rank keeps."""
+"""Watch a DeepSpeed engine: measure its buckets and gradients, and draw what a rank keeps."""
 
 from collections.abc import Mapping
 
@@ -23,6 +23,21 @@ def watch_buckets(engine: object) -> list[int]:
         sizes.append(measure.storage_bytes([buffer for buffers in lists for buffer in buffers]))
 
     engine.module.blocks[0].register_full_backward_hook(measure_buckets)
+    return sizes
+
+
+def watch_gradients(engine: object) -> list[int]:
+    """Return a list to which each new gradient adds the bytes of all gradients that this rank has at that moment.
+
+    These are the storages behind `.grad`: autograd's own, or DeepSpeed's bucket once it has copied a gradient there.
+    """
+    sizes, parameters = [], list(engine.module.parameters())
+
+    def measure_gradients(_):
+        sizes.append(measure.storage_bytes([each.grad for each in parameters if each.grad is not None]))
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(measure_gradients)
     return sizes
 
 
