@@ -53,9 +53,7 @@ class Recorder(TorchDispatchMode):
         return next(number for number, name in self.begins if name == phase)
 
 
-def record_step(
-    model: GPT, tokens: torch.Tensor, targets: torch.Tensor, **adamw_options: bool
-) -> tuple[int, Recorder]:
+def record_step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor, **adamw_options: bool) -> tuple[int, Recorder]:
     """Take two steps with AdamW and record the second, so that the moments exist from the start.
 
     The gradients are zeroed instead of freed. So they exist throughout the step, as they do when you accumulate
