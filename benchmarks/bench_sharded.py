@@ -28,10 +28,9 @@ PRESET, BATCH_SIZE, STEPS = ("124m", 32, 20) if torch.cuda.device_count() >= 2 e
 WINDOWS = 1280  # per epoch in the scripts
 LESSON = ROOT / "03-fsdp-deepspeed/05_choosing.ipynb"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-DDP = "02-ddp-pytorch-ray/train_ray_ddp.py"
 FSDP2, ZERO = "03-fsdp-deepspeed/train_ray_fsdp2.py", "03-fsdp-deepspeed/train_ray_deepspeed.py"
 STRATEGIES = {
-    "DDP": (DDP, "--dataset", "text"),
+    "DDP": ("benchmarks/ddp_memory.py",),
     "FSDP2": (FSDP2,),
     "FSDP2, kept": (FSDP2, "--no-reshard-after-forward"),
     "FSDP2, bf16": (FSDP2, "--precision", "bf16"),
@@ -69,19 +68,22 @@ def strategies(repeats: int) -> dict:
     for number in range(1, repeats + 1):
         for name, (script, *more) in STRATEGIES.items():
             with tempfile.TemporaryDirectory() as folder:
-                command = [*TORCHRUN, ROOT / script, "--num-workers", "0", "--preset", PRESET]
-                command += ["--batch-size", str(BATCH_SIZE), "--max-steps", str(WINDOWS // BATCH_SIZE + STEPS)]
-                command += ["--metrics-out", f"{folder}/metrics.jsonl", *more]
+                metrics, sizes = Path(folder, "metrics.jsonl"), Path(folder, "sizes.json")
+                command = [*TORCHRUN, ROOT / script]
+                if name == "DDP":  # its script does not measure memory
+                    command += [sizes, "--dataset", "text"]
+                command += ["--num-workers", "0", "--preset", PRESET, "--batch-size", str(BATCH_SIZE)]
+                command += ["--max-steps", str(WINDOWS // BATCH_SIZE + STEPS), "--metrics-out", metrics, *more]
                 subprocess.run(command, env=ENVIRONMENT, check=True, stdout=subprocess.DEVNULL)
-                lines[name].append(json.loads(Path(folder, "metrics.jsonl").read_text().splitlines()[-1]))
+                measured = json.loads(sizes.read_text()) if sizes.exists() else {}
+                lines[name].append(json.loads(metrics.read_text().splitlines()[-1]) | measured)
             print(f"[{number}/{repeats}] {name}: {lines[name][-1]['samples_per_second']:.0f} windows/s", flush=True)
     context = models.GPT_PRESETS[PRESET].context
     rates = {name: [line["samples_per_second"] * context for line in lines[name]] for name in lines}
     return {
         name: {
             **compare(rates["DDP"], rates[name]),
-            # DDP's script does not measure memory.
-            **{key: lines[name][-1].get(key) for key in ("state_bytes_per_rank", "peak_memory_bytes", "val_loss")},
+            **{key: lines[name][-1][key] for key in ("state_bytes_per_rank", "peak_memory_bytes", "val_loss")},
             "last_loss": lines[name][-1]["step_losses"][-1],
         }
         for name in lines
@@ -119,7 +121,7 @@ compares two medians, and its range is that of single rounds. A tracker of memor
     for name, line in result["strategies"].items():
         expected = predicted_state_bytes(name, result["preset"])
         sizes = (line["state_bytes_per_rank"], expected, line["peak_memory_bytes"])
-        cells = ["" if size is None else f"{size / 1e6:.1f}" for size in sizes]
+        cells = [f"{size / 1e6:.1f}" for size in sizes]
         cells += [f"{median(line['measured']):.0f}", f"{line['ratio']:.2f}"]
         cells += [f"{line['lowest']:.2f} to {line['highest']:.2f}", f"{line['last_loss']:.6f}"]
         page += f"| {name} | {' | '.join(cells)} |\n"

@@ -151,7 +151,8 @@ def run(notebook: nbformat.NotebookNode, name: Path, outputs: Path, root: Path =
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     seen = hashlib.sha256("\n\n".join(cell.source for cell in code).encode())
     folders = ("shared", "checks", "benchmarks", name.parts[0])
-    for path in sorted(path for folder in folders for path in root.glob(f"{folder}/**/*.py")):
+    programs = [path for folder in folders for path in root.glob(f"{folder}/**/*.py")]
+    for path in sorted([*programs, *root.glob("checks/data/*")]):
         if "runs" not in path.parts:
             seen.update(path.read_bytes())
     kept = outputs / name.with_suffix(f".{seen.hexdigest()[:16]}.ipynb")

@@ -43,13 +43,20 @@ def save_atomically(state: dict, path: str | Path) -> Path:
 
 
 def save_safely(state: dict, path: str | Path) -> Path:
-    """Write `state` as `save_atomically` does. Raises OSError with the system's reason."""
+    """Write `state` as `save_atomically` does, and delete what killed saves of earlier checkpoints have left.
+
+    Raises OSError with the system's reason.
+    """
     try:
-        return save_atomically(state, path)
+        written = save_atomically(state, path)
     except (OSError, RuntimeError) as error:
         # On a full disk torch raises an error of its own while it handles the system's.
         cause = error.__context__ if isinstance(error.__context__, OSError) else error
         raise OSError(f"cannot save {path}: {getattr(cause, 'strerror', None) or cause}") from error
+    for left in written.parent.glob(".checkpoint-*.partial"):
+        if left.name < f".{written.name}":
+            left.unlink(missing_ok=True)
+    return written
 
 
 def load(path: str | Path) -> dict:
@@ -126,14 +133,13 @@ def first_readable(paths: list, load: Callable[[Path], dict] = load) -> tuple[Pa
 
 
 def keep_newest(written: Path, keep: int = 2) -> None:
-    """Keep `written` and the `keep - 1` checkpoints before it; delete the older ones, and what killed saves have left.
+    """Keep `written` and the `keep - 1` checkpoints before it; delete the older ones.
 
     Newer checkpoints stay. They are files that a resumed run could not read, has skipped, and will overwrite.
     """
     older = [path for path in list_newest_first(written.parent) if path.name < written.name]
-    left = [path for path in written.parent.glob(".checkpoint-*.partial") if path.name < f".{written.name}"]
-    for path in (*older[keep - 1 :], *left):
-        path.unlink(missing_ok=True)
+    for path in older[keep - 1 :]:
+        path.unlink()
 
 
 def random_state() -> dict:

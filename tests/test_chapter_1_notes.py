@@ -1,4 +1,6 @@
-"""What the README of chapter 1 says of larger batches and of bf16, without processes."""
+"""What chapter 1 says of causes, larger batches and bf16, and does not run itself; without processes."""
+
+import math
 
 import torch
 import torch.nn.functional as F
@@ -40,3 +42,47 @@ def test_under_autocast_products_are_bfloat16_and_weights_stay_float32():
     assert logits.dtype == torch.bfloat16
     assert weight.dtype == weight.grad.dtype == torch.float32
     assert 0 < abs(loss.item() / exact - 1) < 0.05
+
+
+def test_the_first_loss_is_above_ln_10_because_of_the_size_of_the_scores():
+    distributed.seed_everything(7)
+    images, labels = datasets.load("digits").train.tensors
+    with torch.no_grad():
+        scores = models.resnet18()(images)
+    assert F.cross_entropy(scores, labels).item() > math.log(10) + 0.05
+    assert abs(F.cross_entropy(scores / 10, labels).item() - math.log(10)) < 0.01
+
+
+def first_losses(
+    name: str, steps: int, dtype: torch.dtype = torch.float32, warm_up: bool = False, change: float = 0.0
+) -> list[float]:
+    """The losses of the first steps with Adam. change: of each initial weight, relative to it."""
+    images, labels = datasets.load("digits").train.tensors
+    distributed.seed_everything(7)
+    model, images = models.build(name, (1, 8, 8), 10).to(dtype), images.to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + change * torch.randn_like(parameter))
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-3), []
+    order = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))
+    for step, part in enumerate(order.split(64)[:steps], start=1):
+        if warm_up:
+            optimizer.param_groups[0]["lr"] = 1e-5 * step
+        loss = F.cross_entropy(model(images[part]), labels[part])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_jump_of_the_first_steps_is_gone_with_warm_up():
+    at_once, slowly = (first_losses("resnet18", steps=6, warm_up=warm_up) for warm_up in (False, True))
+    assert max(at_once) > at_once[0] + 0.5
+    assert max(slowly) < slowly[0] + 0.1 and slowly[-1] < slowly[0]
+
+
+def test_training_amplifies_a_tiny_difference_in_float64_too():
+    one, other = (first_losses("resnet8", 12, torch.float64, change=change) for change in (0.0, 1e-7))
+    gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
+    assert gaps[0] < 1e-6 and max(gaps[-3:]) > 100 * gaps[0]

@@ -400,5 +400,5 @@ def test_a_writer_that_was_frozen_does_no_harm_to_the_one_that_has_taken_over(tm
 def test_what_killed_saves_have_left_goes_with_a_later_save(tmp_path):
     left, newer = (tmp_path / f".checkpoint-{step:08}.pt.0abc.partial" for step in (20, 60))
     left.touch(), newer.touch()
-    checkpoint.keep_newest(checkpoint.save_atomically({}, checkpoint.path_for_step(tmp_path, 40)))
+    checkpoint.save_safely({}, checkpoint.path_for_step(tmp_path, 40))
     assert set(tmp_path.iterdir()) == {checkpoint.path_for_step(tmp_path, 40), newer}

@@ -145,7 +145,7 @@ def fit_until_done(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[d
     """Call `trainer.fit()` until it returns, at most MAX_FIT_ATTEMPTS times.
 
     Ray Train replaces a worker that dies while it trains, as often as `max_failures` says. Two other deaths end `fit`
-    in ray 2.60: that of a worker while the workers are being started or restarted, and that of Ray's controller.
+    in ray 2.60: that of a worker at the moment when it is handed the training function, and that of Ray's controller.
     Nothing is wrong with the run then, and it continues from its newest checkpoint.
     """
     for attempt in range(1, MAX_FIT_ATTEMPTS + 1):
