@@ -283,6 +283,7 @@ def assert_resumes_on_one_worker(
     assert note in again.text
     assert f"skipped {damaged.name} (truncated" in again.text
     assert f"continuing after step {after}" in again.text
+    assert again.metrics()[0]["step_losses"] == run.metrics()[0]["step_losses"]  # as the checkpoint has it
     assert len(again.metrics()) == len(before)
     for line, expected in zip(again.metrics(), before, strict=True):
         assert line["step_losses"] == pytest.approx(expected["step_losses"], rel=tolerance)

@@ -276,6 +276,22 @@ def test_images_of_your_own_are_named_by_their_own_option(images):
         runs.Run("", {"dataset": "digits"}).check_options("PATH", {"dataset": images}, Worker())
 
 
+@pytest.mark.parametrize(("saved", "now", "message"), [
+    ({"classes": ["cat", "dog"]}, {"classes": ["cat", "horse"]},
+     "PATH is of classes cat, dog, but this run asks for classes cat, horse"),
+    ({"image_size": None}, {"image_size": 64}, "PATH is of no --image-size, but this run asks for --image-size 64"),
+    ({"zero_stage": 2}, {}, "PATH was not written by this training script"),
+    ({}, {"zero_stage": 2}, "PATH was not written by this training script"),
+])  # fmt: skip
+def test_what_a_resumed_run_must_share_is_named(saved, now, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        runs.Run("", {"dataset": "digits", **now}).check_options("PATH", {"dataset": "digits", **saved}, Worker())
+
+
+def test_a_value_that_an_older_checkpoint_does_not_have_may_be_missing():
+    runs.Run("", {"dataset": "digits", "classes": None}).check_options("PATH", {"dataset": "digits"}, Worker())
+
+
 @pytest.mark.parametrize("progress", [{"epoch": 1}, None, {"options": {"model": "gpt"}}])
 def test_a_checkpoint_of_another_program_is_refused(args, folder, progress):
     """Lessons write checkpoints too, with a progress of their own."""
