@@ -160,9 +160,9 @@ def pretrain_llama(folder: Path) -> None:
 def pretrain_gemma(folder: Path) -> None:
     """Train a Gemma 3, less long and on shorter texts, and write it to `folder`."""
     config = Gemma3TextConfig(
-        vocab_size=VOCABULARY, hidden_size=100, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=100, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
         num_key_value_heads=2, head_dim=24, max_position_embeddings=256, sliding_window=8,
-        layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
         bos_token_id=None, architectures=["Gemma3ForCausalLM"],
     )  # fmt: skip
     pretrain(folder, config, GEMMA_STEPS, CONTEXT // 2)
