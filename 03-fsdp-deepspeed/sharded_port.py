@@ -10,12 +10,12 @@ import os
 import runpy
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # PeakMemory does not see what from_pretrained loads in other threads
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,11 +23,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, logging
 
 from shared import distributed
 from shared.distributed import Worker
 
+logging.disable_progress_bar()
 LEARNING_RATE = 0.1
 NO_TARGET = -100
 TEXT = '''
@@ -169,9 +170,17 @@ def read_reference(base: Path) -> Reference:
     return Reference(Path(base), **torch.load(path, weights_only=True))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    proof, *loader = sys.argv[1:]
     worker = distributed.join(timeout_s=60)
-    functions = [runpy.run_path(path) for path in sys.argv[1:]]
-    port = LESSON_3_6._replace(load=functions[1]["load"]) if len(functions) > 1 else LESSON_3_6
-    worker.log(f"first_fault returns {functions[0]['first_fault'](port, read_reference(Path('data/tiny-gemma')), worker)!r}")
+    port = LESSON_3_6._replace(load=runpy.run_path(loader[0])["load"]) if loader else LESSON_3_6
+    try:
+        verdict = runpy.run_path(proof)["first_fault"](port, read_reference(Path("data/tiny-gemma")), worker)
+        worker.log(f"first_fault returns {verdict!r}")
+    except NotImplementedError:
+        worker.log("first_fault is not written yet")
     distributed.leave()
+
+
+if __name__ == "__main__":
+    main()
