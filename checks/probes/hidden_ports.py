@@ -30,7 +30,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
 sys.path.append(str(Path(__file__).parents[2] / "03-fsdp-deepspeed"))
 import sharded_port
 from sharded_port import NO_TARGET, Port, Reference
-
 from shared import distributed
 from shared.distributed import Worker
 
