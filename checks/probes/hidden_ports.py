@@ -171,16 +171,16 @@ PORTS: dict[str, tuple[Port, str | None]] = {  # with the right verdict
     "right": (RIGHT, None),
     "uneven": (RIGHT, None),
     "slow export": (RIGHT._replace(export=slow_export), None),
-    "no scale": (RIGHT._replace(load=load_without_scale), "load"),
+    "whole on rank 0": (RIGHT._replace(load=load_with_one_full_rank), "memory"),
     "no scale on rank 1": (RIGHT._replace(load=load_without_scale_on_rank_1), "load"),
-    "mean of means": (RIGHT._replace(train_step=mean_of_means), "loss"),
     "no world size": (RIGHT._replace(train_step=without_world_size), "gradient"),
-    "wrong slice": (RIGHT._replace(train_step=wrong_slice), "gradient"),
     "untied": (RIGHT._replace(export=export_untied), "export"),
+    "mean of means": (RIGHT._replace(train_step=mean_of_means), "loss"),
+    "wrong slice": (RIGHT._replace(train_step=wrong_slice), "gradient"),
+    "no scale": (RIGHT._replace(load=load_without_scale), "load"),
     "bf16": (RIGHT._replace(export=export_in_bf16), "export"),
     "root only": (RIGHT._replace(load=load_root_only), "memory"),
     "no meta": (RIGHT._replace(load=load_without_meta), "memory"),
-    "whole on rank 0": (RIGHT._replace(load=load_with_one_full_rank), "memory"),
 }
 
 
