@@ -1,9 +1,9 @@
 """The parts of lesson 3.6's script as functions, and what one process computes, for lesson 3.8.
 
-torchrun --standalone --nproc-per-node 2 sharded_port.py FIRST_FAULT.py [LOAD.py]
+torchrun --standalone --nproc-per-node 2 sharded_port.py FIRST_FAULT.py [LOAD_GEMMA.py]
 
-prints the verdict of the function first_fault in the first file on the port of data/tiny-gemma. `load` comes from the
-second file, or it is `load_sharded`.
+prints what first_fault of the first file returns for the port of data/tiny-gemma. The port loads with load_gemma of the
+second file, or else with `load_sharded`.
 """
 
 import os
@@ -173,7 +173,7 @@ def read_reference(base: Path) -> Reference:
 def main() -> None:
     proof, *loader = sys.argv[1:]
     worker = distributed.join(timeout_s=60)
-    port = LESSON_3_6._replace(load=runpy.run_path(loader[0])["load"]) if loader else LESSON_3_6
+    port = LESSON_3_6._replace(load=runpy.run_path(loader[0])["load_gemma"]) if loader else LESSON_3_6
     try:
         verdict = runpy.run_path(proof)["first_fault"](port, read_reference(Path("data/tiny-gemma")), worker)
         worker.log(f"first_fault returns {verdict!r}")

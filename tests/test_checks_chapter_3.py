@@ -865,7 +865,8 @@ def test_3_7b_each_job_learned_and_only_the_sound_one_shows_it(planted):
 
 # --- 3.8a: prove a port, on two ranks ---------------------------------------------------------------------------------
 
-SOLUTION_3_8 = written(LESSONS / "solutions/08_another_architecture.ipynb", "write-proof")
+PARTS_3_8 = ("write-helpers", "write-proof")
+SOLUTION_3_8 = "".join(written(LESSONS / "solutions/08_another_architecture.ipynb", part) for part in PARTS_3_8)
 GRADIENT = """    if on_any_rank(wrong):
         return "gradient"
 """
