@@ -173,12 +173,12 @@ def read_reference(base: Path) -> Reference:
 def main() -> None:
     proof, *loader = sys.argv[1:]
     worker = distributed.join(timeout_s=60)
-    port = LESSON_3_6._replace(load=runpy.run_path(loader[0])["load_gemma"]) if loader else LESSON_3_6
-    try:
+    if "raise NotImplementedError" in Path(proof).read_text():
+        worker.log("first_fault is not written yet")
+    else:
+        port = LESSON_3_6._replace(load=runpy.run_path(loader[0])["load_gemma"]) if loader else LESSON_3_6
         verdict = runpy.run_path(proof)["first_fault"](port, read_reference(Path("data/tiny-gemma")), worker)
         worker.log(f"first_fault returns {verdict!r}")
-    except NotImplementedError:
-        worker.log("first_fault is not written yet")
     distributed.leave()
 
 

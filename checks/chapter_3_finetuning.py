@@ -291,7 +291,8 @@ def judge_verdicts(reports: list[list[dict]]) -> None:
         if own:
             rank, error = next(iter(own.items()))
             others = ", and the other rank waited for it" if len(raised) > len(own) or returned else ""
-            raise Wrong(f"rank {rank} raised {error}{others}. first_fault should return a verdict. {where}")
+            what = error if len(error) <= 100 else f"{error[:100]}..."
+            raise Wrong(f"rank {rank} raised {what!r}{others}. first_fault should return a verdict. {where}")
         if raised and returned:
             rank, verdict = next(iter(returned.items()))
             raise Wrong(

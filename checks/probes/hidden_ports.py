@@ -200,11 +200,9 @@ def judge(first_fault: Callable, worker: Worker, folder: Path) -> list[dict]:
         try:
             verdict = first_fault(port, references[name == "uneven"], worker)
             seen[-1]["returned"] = verdict if verdict is None or isinstance(verdict, str) else repr(verdict)
-        except NotImplementedError:
-            raise
         except Exception as error:  # the learner's own code may raise anything
-            lines = str(error).strip().splitlines() or [""]
-            seen[-1]["raised"] = f"{type(error).__name__}: {lines[0]}"[:200]
+            first_line = str(error).strip().partition("\n")[0]
+            seen[-1]["raised"] = f"{type(error).__name__}: {first_line}".removesuffix(": ")
         store.set(f"{name}/{worker.rank}", json.dumps(seen[-1]))
         others = [f"{name}/{rank}" for rank in range(worker.world_size) if rank != worker.rank]
         end = time.monotonic() + WAIT_S
