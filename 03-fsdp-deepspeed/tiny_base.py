@@ -1,9 +1,9 @@
-"""Make a small pretrained Llama and a task to fine-tune it on, from the source code of Python's standard library.
+"""Make small pretrained models and a task to fine-tune them on, from the source code of Python's standard library.
 
     python tiny_base.py [FOLDER]        (default: ./data)
 
 It writes FOLDER/tiny-llama, a Hugging Face folder, and the pairs FOLDER/python-lines/train.jsonl and val.jsonl. This
-takes half a minute of one core and no network. What exists stays.
+takes half a minute of one core and no network. What exists stays. Lesson 3.8 also makes FOLDER/tiny-gemma.
 """
 
 import ast
@@ -21,10 +21,18 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn.functional import cross_entropy
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    PretrainedConfig,
+    PreTrainedTokenizerFast,
+)
 
 BASE, PAIRS = "tiny-llama", ("python-lines/train.jsonl", "python-lines/val.jsonl")
+GEMMA = "tiny-gemma"
 VOCABULARY, CONTEXT, BATCH, STEPS = 1024, 128, 8, 300
+GEMMA_STEPS = 120
 MOST_PER_KIND = 320  # lines of each kind: most lines of Python are calls and assignments
 TURNS = ("<|user|>", "<|assistant|>", "<|end|>")
 CHAT_TEMPLATE = (
@@ -40,8 +48,10 @@ def source_files(for_validation: bool) -> list[Path]:
 
 
 def make(folder: str | Path, name: str, log: Callable[[str], None] = print) -> None:
-    """Make BASE or PAIRS in `folder`, if it is missing. It appears under its name when it is complete."""
-    path, write = (Path(folder, BASE), pretrain) if name == BASE else (Path(folder, name).parent, write_pairs)
+    """Make BASE, GEMMA or PAIRS in `folder`, if it is missing. It appears under its name when it is complete."""
+    writers = {BASE: pretrain_llama, GEMMA: pretrain_gemma}
+    path, write = Path(folder, name), writers.get(name, write_pairs)
+    path = path if name in writers else path.parent
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder, ".making"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # a second process waits, and then finds it
@@ -137,27 +147,44 @@ def build_tokenizer(text: str) -> PreTrainedTokenizerFast:
     return fast
 
 
-def pretrain(folder: Path) -> None:
-    """Train the base on the files for training, and write it to `folder` as `save_pretrained` does."""
+def pretrain_llama(folder: Path) -> None:
+    """Train a Llama on the files for training, and write it to `folder`."""
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
+        bos_token_id=None, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    pretrain(folder, config, STEPS, CONTEXT)
+
+
+def pretrain_gemma(folder: Path) -> None:
+    """Train a Gemma 3, less long and on shorter texts, and write it to `folder`."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCABULARY, hidden_size=100, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=24, max_position_embeddings=256, sliding_window=8,
+        layer_types=["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+        bos_token_id=None, architectures=["Gemma3ForCausalLM"],
+    )  # fmt: skip
+    pretrain(folder, config, GEMMA_STEPS, CONTEXT // 2)
+
+
+def pretrain(folder: Path, config: PretrainedConfig, steps: int, context: int) -> None:
+    """Train a model on the files for training, and write it to `folder` as `save_pretrained` does."""
     text = "".join(file.read_text(encoding="utf-8") for file in source_files(for_validation=False))
     tokenizer = build_tokenizer(text)
     # Two empty lines end a function or class. An end token there teaches the base that a text can end.
     tokens = torch.tensor(tokenizer(text.replace("\n\n\n", tokenizer.eos_token))["input_ids"])
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, tie_word_embeddings=True,
-        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = LlamaForCausalLM(config)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         # Muon learns more per step than Adam, but is made for the matrices between embedding and head.
         inner = [value for name, value in model.named_parameters() if value.dim() == 2 and "embed" not in name]
         outer = [value for name, value in model.named_parameters() if value.dim() != 2 or "embed" in name]
         optimizers = [torch.optim.Muon(inner, lr=0.02), torch.optim.AdamW(outer, lr=3e-3)]
-        for step in range(STEPS):
-            starts = torch.randint(len(tokens) - CONTEXT, (BATCH,))
-            windows = torch.stack([tokens[start : start + CONTEXT + 1] for start in starts.tolist()])
+        for step in range(steps):
+            starts = torch.randint(len(tokens) - context, (BATCH,))
+            windows = torch.stack([tokens[start : start + context + 1] for start in starts.tolist()])
             logits = model(input_ids=windows[:, :-1], use_cache=False).logits
             loss = cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
             for optimizer in optimizers:
@@ -165,11 +192,11 @@ def pretrain(folder: Path) -> None:
             loss.backward()
             for optimizer in optimizers:
                 for group in optimizer.param_groups:  # down to a tenth
-                    group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - 0.9 * step / STEPS)
+                    group["lr"] = group.setdefault("initial_lr", group["lr"]) * (1 - 0.9 * step / steps)
                 optimizer.step()
     # Not model.save_pretrained, which imports DeepSpeed where it is installed.
     save_file(dict(model.named_parameters()), folder / "model.safetensors", metadata={"format": "pt"})
-    config.architectures, config.dtype = [type(model).__name__], torch.float32
+    config.dtype = torch.float32
     config.save_pretrained(folder)
     model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

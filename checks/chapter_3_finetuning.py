@@ -1,7 +1,7 @@
 """The exercise checks of chapter 3's lessons on fine-tuning: 3.6, 3.7 and 3.8."""
 
-import json
 import math
+import re
 import shutil
 import tempfile
 import warnings
@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from checks.machinery import Wrong, exercise, expect_success, probe, refuse_stub, reports_of_ranks, run_command
+from checks.machinery import Wrong, exercise, refuse_stub, reports_of_ranks
 
 # --- Lesson 3.6: from a pretrained folder into shards, and back ------------------------------------------------------
 
@@ -228,62 +228,94 @@ def exercise_3_7b(diagnose: Callable[[Path], str]) -> None:
             raise Wrong(f"for one job you return {answer!r}, and that is not it. {SYMPTOMS[cause]}")
 
 
-# --- Lesson 3.8: fine-tune another architecture ----------------------------------------------------------------------
+# --- Lesson 3.8: prove a port ----------------------------------------------------------------------------------------
+
+FAULTS = "load", "loss", "gradient", "export", "memory"
+PLANTED = {  # in the ports of hidden_ports.py: the verdict, what was planted, and where it can be seen
+    "right": (None, "a right port, with even shards", ""),
+    "uneven": (None, "a right port, in which a matrix has 63 rows: rank 0 holds 32 of them, and rank 1 holds 31", ""),
+    "slow export": (None, "a right port, whose rank 0 finishes its export half a second after rank 1 has returned", ""),
+    "no scale": (
+        "load", "a number is 0 that Gemma computes from its config and that no file holds",
+        "Both ranks see it in the logits.",
+    ),
+    "no scale on rank 1": (
+        "load", "a number that no file holds is wrong on rank 1",
+        "Only rank 1 sees it, in its logits. Rank 0's logits are right.",
+    ),
+    "mean of means": (
+        "loss", "each rank takes the mean over its own answer tokens, and the ranks average these means",
+        "Both ranks return the same loss, and it is not the reference's.",
+    ),
+    "no world size": (
+        "gradient", "FSDP divides by the number of ranks, and nobody has multiplied by it",
+        "The loss is right on both ranks. On both, every slice of every gradient is half as large as it should be.",
+    ),
+    "wrong slice": (
+        "gradient", "a single slice of a single gradient is doubled, on rank 1",
+        "Only rank 1 sees it. Every slice of rank 0 is right, and so is the loss.",
+    ),
+    "untied": (
+        "export", "the file holds the embedding a second time, as lm_head.weight",
+        "Every rank that compares the file's names can see it. All values are right.",
+    ),
+    "bf16": (
+        "export", "the file holds bfloat16 instead of float32",
+        "Every rank that compares the file's types, or its values, can see it.",
+    ),
+    "root only": (
+        "memory", "only the root is sharded, so the forward pass gathers all weights at once",
+        "All numbers are right. Both ranks see it in their peak in the forward pass.",
+    ),
+    "no meta": (
+        "memory", "every rank builds the whole model before it is sharded",
+        "All numbers are right. Both ranks see it in their peak in `load`.",
+    ),
+    "whole on rank 0": (
+        "memory", "rank 0 builds the whole model before it loads its slices",
+        "All numbers are right. Only rank 0 sees it, in its peak in `load`.",
+    ),
+}  # fmt: skip
+WAITED = re.compile("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe")
 
 
-def judge_script(reports: list[dict]) -> None:
-    """Raise Wrong if a rank held the whole model."""
-    for rank, report in enumerate(reports):
-        if report["whole"]:
-            raise Wrong(f"rank {rank} calls from_pretrained, which loads the whole model on every rank")
-        if not report["weights"]:
-            raise Wrong(f"rank {rank} makes no optimizer")
-        share = report["kept"] / report["weights"]
-        if share > 0.6:
-            raise Wrong(f"rank {rank}'s optimizer holds {share:.0%} of the weights. On two ranks, half is enough")
-
-
-def judge_export(report: dict) -> None:
-    """Raise Wrong unless losses and logits are those of plain.py, from the report of compare_exports.py."""
-    seen, expected = report["losses"]
-    if not isinstance(seen, list) or len(seen) != len(expected):
-        raise Wrong(f"losses.json should hold a list of {len(expected)} losses, and holds {seen}")
-    for step, (one, other) in enumerate(zip(seen, expected, strict=True), start=1):
-        if not math.isclose(one, other, rel_tol=1e-6):
-            hint = (
-                "The losses before it are right, so it is the gradient that is wrong. Does each answer token count "
-                "just once, and what does FSDP divide by?"
+def judge_verdicts(reports: list[list[dict]]) -> None:
+    """Raise Wrong for the first port about which a rank of hidden_ports.py returns what it should not, or nothing."""
+    for seen in zip(*reports, strict=False):
+        port = seen[0]["port"]
+        expected, planted, visible = PLANTED[port]
+        where = f"Planted: {planted}. {visible}".strip() if expected else f"The port: {planted}."
+        raised = {rank: each["raised"] for rank, each in enumerate(seen) if "raised" in each}
+        returned = {rank: each["returned"] for rank, each in enumerate(seen) if "returned" in each}
+        own = {rank: error for rank, error in raised.items() if not WAITED.search(error)}
+        if own:
+            rank, error = next(iter(own.items()))
+            others = ", and the other rank waited for it" if len(raised) > len(own) or returned else ""
+            what = error if len(error) <= 100 else f"{error[:100]}..."
+            raise Wrong(f"rank {rank} raised {what!r}{others}. first_fault should return a verdict. {where}")
+        if raised and returned:
+            rank, verdict = next(iter(returned.items()))
+            raise Wrong(
+                f"rank {rank} returned {verdict!r}, while rank {next(iter(raised))} still waited for it in a "
+                f"collective. How does a rank learn what another rank has seen? {where}"
             )
-            if step == 1:
-                hint = (
-                    "Compare your logits with those of from_pretrained, before any step. Which buffers are empty? If "
-                    "the logits agree, over which answer tokens is the loss the mean?"
-                )
-                if 0.3 < one / other < 0.7 or 1.4 < one / other < 2.6:
-                    hint = "That is about half of it, or twice as much. Over which answer tokens is it the mean?"
-            raise Wrong(f"the loss of step {step} is {one:.7f}, expected {other:.7f}. {hint}")
-    if report["missing"]:
-        raise Wrong(f"the exported model lacks {report['missing'][0]}. Which names do your weights have?")
-    if report["dtype"] != "float32":
-        raise Wrong(f"the exported weights are {report['dtype']}, expected float32")
-    if not report["apart"] <= 1e-4:
-        raise Wrong(
-            f"the losses are right, but the logits of the export are off by {report['apart']:.1g}. Did you export the "
-            "weights after the last step?"
-        )
+        if raised:
+            raise Wrong(f"both ranks waited for each other, in different collectives. {where}")
+        if len(set(returned.values())) > 1:
+            verdicts = " and ".join(f"rank {rank} returns {verdict!r}" for rank, verdict in returned.items())
+            raise Wrong(f"{verdicts}. All ranks have to return the same. {where}")
+        verdict = returned[0]
+        if expected is None and verdict is not None:
+            hint = " Autograd keeps activations: do you compute the logits without it?" if verdict == "memory" else ""
+            raise Wrong(f"you accuse a right port: first_fault returns {verdict!r}, expected None. {where}{hint}")
+        if verdict is not None and verdict not in FAULTS:
+            raise Wrong(f"first_fault returns {verdict}, which is neither None nor one of {', '.join(FAULTS)}")
+        if verdict != expected:
+            raise Wrong(f"first_fault returns {verdict!r}, expected {expected!r}. {where}")
 
 
-@exercise("3.8a", "another architecture went into shards, learned, and came back whole.")
+@exercise("3.8a", "your proof finds every planted fault, on whichever rank it is, and accuses no right port.")
 def exercise_3_8a(script: str | Path) -> None:
-    """A script that fine-tunes the Gemma next to it on two ranks as plain.py does in one process: FOLDER -> export."""
+    """A file with first_fault(port, reference, worker), which judges hidden ports on two ranks."""
     refuse_stub(script)
-    with tempfile.TemporaryDirectory() as folder:
-        out, report = Path(folder, "export"), Path(folder, "report.json")
-        question = "Does each rank call the model, backward() and every collective equally often?"
-        judge_script(reports_of_ranks("sharded_finetuning", 2, str(script), str(out), question=question))
-        for name in ("config.json", "losses.json"):
-            if not (out / name).exists():
-                raise Wrong(f"the folder that the script was given holds no {name}")
-        words = [probe("compare_exports"), Path(script).with_name("plain.py"), out, report]
-        expect_success(*run_command([str(word) for word in words]))
-        judge_export(json.loads(report.read_text()))
+    judge_verdicts(reports_of_ranks("hidden_ports", 2, str(script)))

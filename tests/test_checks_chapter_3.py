@@ -1,14 +1,9 @@
 """The checks of chapter 3: right answers pass, stubs and plausible wrong ones are rejected with help."""
 
-import contextlib
 import copy
-import io
 import json
 import math
 import re
-import runpy
-import shutil
-import sys
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
@@ -32,6 +27,8 @@ IMPORTED = {
         "torch.distributed.fsdp",
         "peft",
         "transformers.models.llama.modeling_llama",
+        "transformers.models.gemma3.modeling_gemma3",
+        "torch.distributed.checkpoint.hf_storage",
         "deepspeed.runtime.zero.muon.muon_optimizer",  # takes a second, and DeepSpeed imports it for every engine
     ],
     3: ["torch.distributed.fsdp"],
@@ -866,88 +863,48 @@ def test_3_7b_each_job_learned_and_only_the_sound_one_shows_it(planted):
     assert right["base"] < right["fine"], right
 
 
-# --- 3.8a: another architecture, on two ranks -------------------------------------------------------------------------
+# --- 3.8a: prove a port, on two ranks ---------------------------------------------------------------------------------
 
-SOLUTION_3_8 = LESSONS / "solutions/08_another_architecture.ipynb"
-PARTS = ("imports", "shard", "fill", "batches", "train", "export", "rest")
-RIGHT_3_8 = "".join(written(SOLUTION_3_8, f"write-{part}") for part in PARTS)
-GATHERED = "AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)"
-ON_META = """with torch.device("meta"):
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
+PARTS_3_8 = ("write-helpers", "write-proof")
+SOLUTION_3_8 = "".join(written(LESSONS / "solutions/08_another_architecture.ipynb", part) for part in PARTS_3_8)
+GRADIENT = """    if on_any_rank(wrong):
+        return "gradient"
 """
-SHARDED = "for part in (*model.model.layers, model):\n    fully_shard(part)\n"
 CHANGES = {  # by name: what to replace, by what, and what the check says
-    "from_pretrained": (ON_META, f"model = {GATHERED}\n", "rank 0 calls from_pretrained, which loads the whole model"),
-    "not sharded": (SHARDED, "", "rank 0's optimizer holds 100% of the weights. On two ranks, half is enough"),
-    "no scale": ("model.model.embed_tokens.embed_scale.fill_(config.hidden_size**0.5)",
-                 "model.model.embed_tokens.embed_scale.zero_()",
-                 "the loss of step 1 is .* Which buffers are empty"),
-    "no frequencies": ("model.model.rotary_emb = type(model.model.rotary_emb)(config)",
-                       "[each.zero_() for each in model.model.rotary_emb.buffers()]",
-                       "the loss of step 1 is .* Which buffers are empty"),
-    "own mean": ("answer_tokens = distributed.global_sum((targets != -100).sum())",
-                 "answer_tokens = (targets != -100).sum() * 2",
-                 "the loss of step 1 is .* over which answer tokens is the loss the mean"),
-    "not multiplied": ("(loss * worker.world_size).backward()", "loss.backward()",
-                       "the loss of step 2 is .* so it is the gradient that is wrong. .* what does FSDP divide by"),
-    "the wrong 8": ("config.hidden_size**0.5", "config.sliding_window", "the loss of step 1 is .* Which buffers are"),
-    "sum of means": ("losses.append(distributed.global_sum(loss.detach()).item())",
-                     "losses.append(2 * distributed.global_sum(loss.detach()).item())",
-                     "That is about half of it, or twice as much. Over which answer tokens is it the mean"),
-    "float64": (".detach().float()", ".detach()", "the exported weights are float64, expected float32"),
-    "no config": ('    shutil.copy(f"{BASE}/config.json", FOLDER)\n', "", "the folder .* holds no config.json"),
-    "a tensor less": ("for name, weight in model.named_parameters()}",
-                      'for name, weight in model.named_parameters() if "layers.1.mlp.up" not in name}',
-                      "the exported model lacks model.layers.1.mlp.up_proj.weight"),
+    "equal slices": ("    own = distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)\n"
+                     "    return differs(grad.to_local(), own.to_local())\n",
+                     "    rows = len(whole) // 2\n"
+                     "    own = whole[grad.device_mesh.get_local_rank() * rows :][:rows]\n"
+                     "    return differs(grad.to_local(), own)\n",
+                     "accuse a right port: first_fault returns 'gradient', expected None. .* a matrix has 63 rows"),
+    "whole tensors": ("    own = distribute_tensor(whole, grad.device_mesh, grad.placements, src_data_rank=None)\n"
+                      "    return differs(grad.to_local(), own.to_local())\n",
+                      "    return differs(grad.full_tensor(), whole)\n",
+                      "rank 0 raised .RuntimeError: full_tensor.. gathers the whole tensor on every rank"),
+    "with autograd": ("with torch.no_grad():", "if True:", "accuse a right port: .*memory.* do you compute the logits"),
+    "reads too early": ("wrong = worker.rank == 0 and file_differs", "wrong = file_differs",
+                        "rank 1 raised 'StopIteration', and the other rank waited .* half a second after rank 1"),
+    "measures too long": ("    peak = memory.stop()\n", "",
+                          "rank 0 raised 'NotImplementedError.*first_fault should return a verdict. The port: a right"),
+    "no memory": ('"memory" if on_any_rank(peak >= reference.num_bytes) else None', "None",
+                  "returns None, expected 'memory'. Planted: rank 0 builds the whole model .* Only rank 0 sees it"),
+    "own memory": ("on_any_rank(peak >= reference.num_bytes)", "peak >= reference.num_bytes",
+                   "rank 0 returns 'memory' and rank 1 returns None. All ranks have to return the same"),
+    "leaves alone": ("if on_any_rank(differs(logits, reference.logits))", "if differs(logits, reference.logits)",
+                     "rank 1 returned 'load', while rank 0 still waited for it .* Only rank 1 sees it"),
+    "only the loss": ("if on_any_rank(differs(logits, reference.logits))", "if False",
+                      "returns 'loss', expected 'load'. Planted: a number that no file holds is wrong on rank 1"),
+    "raises on rank 1": (GRADIENT, "    assert worker.rank == 0 or not wrong, wrong\n",
+                         "rank 1 raised .AssertionError: .* and the other rank waited for it. .* return a verdict"),
+    "any names": ("types[0] != types[1] or any(", "any(",
+                  "returns None, expected 'export'. Planted: the file holds the embedding a second time"),
+    "other words": ('return "load"', 'return "logits"', "returns logits, which is neither None nor one of load, loss"),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def lesson_3_8(tmp_path_factory) -> Path:
-    """A folder in which the lesson's cells have made the base and plain.py."""
-    folder = tmp_path_factory.mktemp("lesson")
-    (folder / "runs/lesson-3-8/base").mkdir(parents=True)
-    (folder / "runs/lesson-3-8/plain.py").write_text(written(SOLUTION_3_8, "write-plain"))
-    with contextlib.chdir(folder):
-        cells = cell(SOLUTION_3_8, "imports"), "FOLDER = Path('runs/lesson-3-8')", cell(SOLUTION_3_8, "make-base")
-        exec("\n".join(cells), {})
-    return folder
-
-
-@pytest.fixture(scope="module")
-def launched_3_8(lesson_3_8) -> dict[str, Launched]:
-    """What two ranks have done in the lesson's folder, in a launch of their own."""
-    modules = ["transformers.models.gemma3.modeling_gemma3"]
-    return launch_together(lesson_3_8 / "answers", 2, CALLS_3_8, modules, cwd=lesson_3_8)
-
-
-@pytest.fixture
-def run_before_3_8(lesson_3_8, launched_3_8, monkeypatch):
-    """As run_before. The check runs the rest, plain.py and the comparison, in this process, which has the imports."""
-
-    def run_command(words):
-        monkeypatch.setattr(sys, "argv", words)
-        with contextlib.redirect_stdout(io.StringIO()):
-            runpy.run_path(words[0], run_name="__main__")
-        return 0, ""
-
-    def prepare(name):
-        shutil.copy("runs/lesson-3-8/plain.py", launched_3_8[name].folder)
-        return replay(monkeypatch, CALLS_3_8[name], launched_3_8[name])
-
-    monkeypatch.chdir(lesson_3_8)
-    monkeypatch.setattr(chapter_3_finetuning, "run_command", run_command)
-    return prepare
-
-
-assert all(RIGHT_3_8.count(old) == 1 for old, _, _ in CHANGES.values())
-SCRIPTS_3_8 = {"right": RIGHT_3_8} | {name: RIGHT_3_8.replace(old, new) for name, (old, new, _) in CHANGES.items()}
-CALLS_3_8 = {
-    name: Call(script, machinery.probe("sharded_finetuning"), outputs=("export",))
-    for name, script in SCRIPTS_3_8.items()
-}
-WRONG_3_8 = {name: (name, re.compile(because)) for name, (_, _, because) in CHANGES.items()}
-test_3_8a = judge(checks.exercise_3_8a, ["right"], WRONG_3_8, prepare="run_before_3_8")
+assert all(SOLUTION_3_8.count(old) == 1 for old, _, _ in CHANGES.values())
+test_3_8a = judge_launched(
+    checks.exercise_3_8a, 2, "hidden_ports", "", {"right": SOLUTION_3_8},
+    {name: (SOLUTION_3_8.replace(old, new), because) for name, (old, new, because) in CHANGES.items()},
+)  # fmt: skip
 
 
 # --- scripts that are stubs -------------------------------------------------------------------------------------------
@@ -960,7 +917,7 @@ STUBS = {
     checks.exercise_3_5a: SHARD + "    raise NotImplementedError\n",
     checks.exercise_3_6a: HEAD_3_6A + "    raise NotImplementedError\n",
     checks.exercise_3_7a: HEAD_3_7A + "    raise NotImplementedError\n",
-    checks.exercise_3_8a: "raise NotImplementedError  # put your script here instead\n",
+    checks.exercise_3_8a: "def first_fault(port, reference, worker):\n    raise NotImplementedError\n",
 }
 
 
