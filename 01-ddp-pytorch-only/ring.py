@@ -4,7 +4,7 @@ import torch
 
 
 def ring_step(chunks: torch.Tensor, step: int) -> int:
-    """Let every rank send one chunk to its right neighbour. Return the bytes that each rank sends.
+    """Let every rank send one chunk to its right neighbor. Return the bytes that each rank sends.
 
     chunks: (ranks, chunks, values per chunk), changed in place. Steps count from 0.
     """
@@ -12,11 +12,11 @@ def ring_step(chunks: torch.Tensor, step: int) -> int:
     chunk_sent_by = [(rank - step) % num_ranks for rank in range(num_ranks)]
     messages = [chunks[rank, chunk].clone() for rank, chunk in enumerate(chunk_sent_by)]  # all send at the same time
     for rank, (chunk, message) in enumerate(zip(chunk_sent_by, messages, strict=True)):
-        neighbour = (rank + 1) % num_ranks
+        neighbor = (rank + 1) % num_ranks
         if step < num_ranks - 1:
-            chunks[neighbour, chunk] += message  # first round: add
+            chunks[neighbor, chunk] += message  # first round: add
         else:
-            chunks[neighbour, chunk] = message  # second round: replace by the finished sum
+            chunks[neighbor, chunk] = message  # second round: replace by the finished sum
     return messages[0].nbytes
 
 

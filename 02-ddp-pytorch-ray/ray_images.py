@@ -241,7 +241,7 @@ def inspect_dataset(uri: str, image_size: int | None = None) -> dict[str, ImageS
     Labels in Parquet are numbers from 0. Labels of folders are their names, numbered in alphabetical order. An image in
     Parquet is an encoded picture (bytes, or {"bytes": ...}), or an array of uint8 or of floats from 0 to 1. An array is
     (height, width), (height, width, channels) or (channels, height, width). The first training image decides whether
-    all encoded images are read in grey or in colour.
+    all encoded images are read in gray or in color.
 
     Raises ValueError for anything else. The message says what was found and what is expected.
     """
@@ -414,8 +414,8 @@ def pixels(
         image = ImageOps.exif_transpose(Image.open(io.BytesIO(image)))
         if image.mode.startswith(("I", "F")):
             raise ValueError(f"a picture of mode {image.mode} has more than 8 bits per channel; convert it to 8")
-        grey = image.mode in ("1", "L", "LA") if like is None else like[0] == 1
-        image = image.convert("L" if grey else "RGB")
+        gray = image.mode in ("1", "L", "LA") if like is None else like[0] == 1
+        image = image.convert("L" if gray else "RGB")
         image = np.asarray(image.resize((image_size, image_size)) if image_size else image)
     array = unnested(image)
     in_range = array.dtype.kind == "f" and (not bounded or (array.min() >= 0 and array.max() <= 1))  # false for NaN

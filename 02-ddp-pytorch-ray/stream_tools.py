@@ -45,7 +45,7 @@ def deal(dataset: ray.data.Dataset, batch_size: int, equal: bool) -> list[list[i
 
 
 def draw_owners(dealt: Mapping[str, Sequence[Sequence[int]]], num_samples: int, title: str) -> None:
-    """Draw one bar of all samples per entry of `dealt`, coloured by the rank that received the sample.
+    """Draw one bar of all samples per entry of `dealt`, colored by the rank that received the sample.
 
     dealt: for each entry the ids of both ranks. A sample that nobody received is red, and drawn wider than it is.
     """

@@ -433,7 +433,7 @@ def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worke
 
 
 def copy_files(base: Path, folder: Path, but: Sequence[str] = ()) -> None:
-    """Copy the base's configuration, tokenizer, template and licence."""
+    """Copy the base's configuration, tokenizer, template and license."""
     for path in base.iterdir():
         is_text = path.suffix in (".json", ".jinja", ".txt", ".model") or path.name.startswith(("LICENSE", "NOTICE"))
         if path.is_file() and is_text and path.name not in (INDEX, *but):

@@ -216,7 +216,7 @@ def read_result(path: Path) -> dict:
 
 
 def ratios(result: object, label: str = "") -> dict[str, float]:
-    """Collect all ratios in a result, labelled by the names on the path to them."""
+    """Collect all ratios in a result, labeled by the names on the path to them."""
     collected = {}
     if isinstance(result, dict):
         if isinstance(result.get("ratio"), int | float):

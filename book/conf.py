@@ -47,13 +47,13 @@ html_show_copyright = False
 html_permalinks_icon = "#"
 
 
-def colours(accent: str) -> dict:
+def colors(accent: str) -> dict:
     names = ("color-brand-primary", "color-brand-content", "color-api-name", "color-admonition-title")
     return dict.fromkeys(names, accent) | {"color-admonition-title-background": f"{accent}1a"}
 
 
 html_theme_options = {
     "navigation_with_keys": True,
-    "light_css_variables": colours("#3465a4"),  # the figures' own
-    "dark_css_variables": colours("#8fb4e3"),
+    "light_css_variables": colors("#3465a4"),  # the figures' own
+    "dark_css_variables": colors("#8fb4e3"),
 }

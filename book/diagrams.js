@@ -1,4 +1,4 @@
-// Draws the diagrams of a page in the colours of its theme, and again when the reader changes it.
+// Draws the diagrams of a page in the colors of its theme, and again when the reader changes it.
 const diagrams = [...document.querySelectorAll("pre.mermaid")].map((place) => [place, place.textContent]);
 const darkByDefault = matchMedia("(prefers-color-scheme: dark)");
 

@@ -181,7 +181,7 @@ def exercise_1_2b(script: str | Path) -> None:
             if chunk[0] % factor:
                 raise Wrong(
                     f"{where} holds numbers of other chunks. Which chunk arrives? "
-                    "The one that the left neighbour sends in this step"
+                    "The one that the left neighbor sends in this step"
                 )
             shares = f"{int(chunk[0] // factor):0{num_ranks}d}"[::-1]
             counts = ", ".join(f"rank {owner}'s share {times} time(s)" for owner, times in enumerate(shares))

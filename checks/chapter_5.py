@@ -18,7 +18,7 @@ def exercise_5_1a(suspicious: Callable[[dict, list, list], list[str]]) -> None:
         ({"lr": [0.1, 0.1], "seed": [7, 8]}, ["lr"], ["seed"], "all is well"),
         ({"lr": [0.1, 0.2], "seed": [7, 8]}, ["lr"], ["seed"], "the learning rates differ"),
         ({"sum": [1.0, 1.0, 1.5], "lr": [0.1] * 3}, ["sum", "lr"], [], "the last of three ranks differs"),
-        ({"seed": [7, 8, 7]}, [], ["seed"], "ranks 0 and 2 have the same seed: any two count, not only neighbours"),
+        ({"seed": [7, 8, 7]}, [], ["seed"], "ranks 0 and 2 have the same seed: any two count, not only neighbors"),
         ({"ids": [[0, 2], [1], [1]], "n": [2, 1, 1]}, ["n"], ["ids"], "both, sorted by name; a value may be a list"),
         ({"b": [1, 2], "a": [3, 3], "c": [5, 6]}, ["b"], ["a"], "nobody has asked for c"),
     ):

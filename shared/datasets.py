@@ -46,7 +46,7 @@ def normalize(images: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def digits() -> Splits:
-    """Return scikit-learn's handwritten digits: 1,797 real images of 8x8 pixels with 16 grey levels.
+    """Return scikit-learn's handwritten digits: 1,797 real images of 8x8 pixels with 16 gray levels.
 
     They are inside the package, so nothing is downloaded. A fixed permutation splits them into 1,280 / 256 / 261.
     Source: E. Alpaydin and C. Kaynak (1998), UCI "Optical Recognition of Handwritten Digits".

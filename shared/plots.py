@@ -40,7 +40,7 @@ def curves(series: Mapping[str, Sequence[float]], title: str, xlabel: str, ylabe
 
 
 def bars(values: Mapping[str, float], title: str, fmt: str = "{:.2f}") -> Axes:
-    """Draw one horizontal bar per entry of `values`, labelled with its number."""
+    """Draw one horizontal bar per entry of `values`, labeled with its number."""
     axes = new_axes(title, size=(5.6, 0.5 + 0.42 * len(values)))
     axes.grid(visible=False)
     axes.spines["bottom"].set_visible(False)

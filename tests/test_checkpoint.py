@@ -89,7 +89,7 @@ def test_a_partial_file_is_no_checkpoint(tmp_path, monkeypatch):
 # --- damaged and foreign files ---------------------------------------------------------------------------------------
 
 
-def test_a_file_truncated_anywhere_is_recognised(tmp_path):
+def test_a_file_truncated_anywhere_is_recognized(tmp_path):
     good = save_step(tmp_path, 1).read_bytes()
     path = tmp_path / "cut.pt"
     for length in (*range(0, len(good), 13), *range(len(good) - 30, len(good))):
@@ -98,7 +98,7 @@ def test_a_file_truncated_anywhere_is_recognised(tmp_path):
             checkpoint.load(path)
 
 
-def test_a_flipped_bit_is_recognised_or_without_effect(tmp_path):
+def test_a_flipped_bit_is_recognized_or_without_effect(tmp_path):
     """Bits that carry nothing (padding, time stamps) may flip; whatever loads must be what was saved."""
     path = save_step(tmp_path, 1)
     good, expected = path.read_bytes(), checkpoint.load(path)
@@ -116,7 +116,7 @@ def test_a_flipped_bit_is_recognised_or_without_effect(tmp_path):
     assert refused > 200
 
 
-def test_flipped_bits_that_torch_load_does_not_notice_are_recognised(tmp_path):
+def test_flipped_bits_that_torch_load_does_not_notice_are_recognized(tmp_path):
     path = save_step(tmp_path, 1)
     good = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
@@ -168,7 +168,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("what", FOREIGN)
-def test_a_foreign_file_is_recognised(tmp_path, what):
+def test_a_foreign_file_is_recognized(tmp_path, what):
     path = checkpoint.path_for_step(tmp_path, 7)
     FOREIGN[what](path)
     with pytest.raises(ValueError) as caught:

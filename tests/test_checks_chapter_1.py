@@ -226,10 +226,10 @@ WRONG_1_2b = [
         """
         total = [chunk.clone() for chunk in chunks]
         for number in range(len(chunks)):
-            travelling = chunks[number]
+            traveling = chunks[number]
             for _ in range(len(chunks) - 1):
-                travelling = exchange(travelling)
-                total[number] += travelling
+                traveling = exchange(traveling)
+                total[number] += traveling
         return total
         """,
         "the sum is right, and rank 0 has sent 6 chunks; a ring sends 4",
@@ -237,11 +237,11 @@ WRONG_1_2b = [
     (
         """
         import torch
-        travelling = torch.cat(chunks)
-        total = travelling.clone()
+        traveling = torch.cat(chunks)
+        total = traveling.clone()
         for _ in range(len(chunks) - 1):
-            travelling = exchange(travelling)
-            total += travelling
+            traveling = exchange(traveling)
+            total += traveling
         return list(total.split(2))
         """,
         "sends 6 numbers at once; a chunk has 2",

@@ -360,8 +360,8 @@ def test_2_3a_each_stream_has_its_fault_and_no_other(stream):
         assert len(every_id) == len(set(every_id)) == (100 if fault == "rows dropped" else 101)
         assert (min(map(len, received)) == 0) == (fault == "idle rank")
         for order in filter(None, received):
-            neighbours = sum(second == first + 1 for first, second in pairwise(order))
-            assert (neighbours > len(order) / 2) == (fault == "files only")
+            neighbors = sum(second == first + 1 for first, second in pairwise(order))
+            assert (neighbors > len(order) / 2) == (fault == "files only")
     for first, second in filter(all, ranks):  # a rank that receives nothing has no order
         assert (first == second) == (fault == "same order")
 

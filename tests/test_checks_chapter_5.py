@@ -39,7 +39,7 @@ def by_sets(gathered, equal, different):
 test_5_1a = judge(checks.exercise_5_1a, [suspicious], [
     (stub, "not done yet"),
     (first_two, "the last of three ranks differs"),
-    (all_equal, "any two count, not only neighbours"),
+    (all_equal, "any two count, not only neighbors"),
     (by_sets, "TypeError: unhashable type: 'list'"),
     (lambda *given: suspicious(*given)[::-1], "sorted by name"),
     (lambda *given: set(suspicious(*given)), "should be a list"),

@@ -286,7 +286,7 @@ def test_a_signal_ends_a_run_whatever_fails(tmp_path):
         assert lines == ([] if said is None else [f"[rank 0/1] stopped by SIGINT: {said}"])
 
 
-SIGNALLED = """
+SIGNALED = """
 import os, signal, sys, time
 from shared.running import runs, script
 from shared.distributed import Worker
@@ -304,7 +304,7 @@ for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
 
 
 def test_every_signal_that_ends_a_process_ends_a_run_with_its_hint_except_a_closed_terminal_under_nohup():
-    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, "-c", SIGNALED], capture_output=True, text=True, timeout=600)
     lines = done.stdout.splitlines()
     said = [
         f"[rank 0/1] stopped by {name}: nothing was saved yet" for name in ("SIGHUP", *2 * ["SIGINT"], *2 * ["SIGTERM"])

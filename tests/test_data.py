@@ -107,7 +107,7 @@ def no_network(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "folder"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
-def test_files_in_mnists_own_format_are_read_normalised_and_split(tmp_path, name, folder):
+def test_files_in_mnists_own_format_are_read_normalized_and_split(tmp_path, name, folder):
     written = write_mnist(tmp_path, folder)
     splits = datasets.load(name, tmp_path)
     assert [len(part) for part in (splits.train, splits.val, splits.test)] == [33, 3, 5]  # a twelfth is validation

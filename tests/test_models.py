@@ -1,4 +1,4 @@
-"""shared.models: shapes, and what a normalisation layer knows of the rest of the batch."""
+"""shared.models: shapes, and what a normalization layer knows of the rest of the batch."""
 
 import pickle
 

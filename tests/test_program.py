@@ -236,7 +236,7 @@ def test_a_file_of_one_s_own(suffix, tmp_path):
     assert len(state["vocabulary"]["tokens"]) <= 198
 
 
-LABELLED = "text,label\n" + "".join(f"film {number},{('pos', 'neg')[number % 2]}\n" for number in range(30))
+LABELED = "text,label\n" + "".join(f"film {number},{('pos', 'neg')[number % 2]}\n" for number in range(30))
 AS_JSONL = "".join(json.dumps({"text": f"film {number}", "label": number % 2}) + "\n" for number in range(30))
 
 
@@ -259,20 +259,20 @@ def read(path: Path, content: str | bytes) -> list[tuple[str, str]]:
     ("one.csv", "text,label\n" + "a,b\n" * 50, "all rows have the same label, b"),
     ("column.csv", "text,star\n" + "a,b\n" * 50, "line 1 has no label (dataset.label_column), only ['text', 'star']"),
     ("hole.csv", "text,label\n" + "a,b\n" * 20 + "a,\n", "line 22 has an empty label"),
-    ("spaces.csv", LABELLED + " ,pos\n", "line 32 has an empty text (dataset.text_column)"),
+    ("spaces.csv", LABELED + " ,pos\n", "line 32 has an empty text (dataset.text_column)"),
     ("null.jsonl", AS_JSONL + '{"text": "a", "label": null}\n', "line 31 has an empty label"),
-    ("comma.csv", LABELLED + "good, really,pos\n", "line 32 has 3 fields, and the header 2: separate fields"),
-    ("comma last.csv", LABELLED + "film,pos,\n", "line 32 has 3 fields, and the header 2"),
-    ("few.csv", LABELLED + "film\n", "line 32 has 1 field, and the header 2"),
-    ("after two lines.csv", LABELLED + '"two\nlines",pos\n\nfilm\n', "line 35 has 1 field, and the header 2"),
-    ("open.csv", LABELLED.replace("film 4", '"film 4'), "line 6: unexpected end of data: a quote that begins a field"),
-    ("open last.csv", LABELLED + '"film,pos\n', "line 32: unexpected end of data"),
-    ("quote.csv", LABELLED + '"it said "wow" twice",pos\n', "line 32: ',' expected after '\"': a quote that begins a"),
-    ("tabs.csv", LABELLED.replace(",", "\t"), "line 1 has no text (dataset.text_column), only ['text\\tlabel']"),
-    ("no header.csv", LABELLED.partition("\n")[2], "line 1 has no text (dataset.text_column), only ['film 0', 'pos']"),
-    ("twice.csv", LABELLED.replace("text", "text,label").replace(" ", ","), "the name label appears twice"),
+    ("comma.csv", LABELED + "good, really,pos\n", "line 32 has 3 fields, and the header 2: separate fields"),
+    ("comma last.csv", LABELED + "film,pos,\n", "line 32 has 3 fields, and the header 2"),
+    ("few.csv", LABELED + "film\n", "line 32 has 1 field, and the header 2"),
+    ("after two lines.csv", LABELED + '"two\nlines",pos\n\nfilm\n', "line 35 has 1 field, and the header 2"),
+    ("open.csv", LABELED.replace("film 4", '"film 4'), "line 6: unexpected end of data: a quote that begins a field"),
+    ("open last.csv", LABELED + '"film,pos\n', "line 32: unexpected end of data"),
+    ("quote.csv", LABELED + '"it said "wow" twice",pos\n', "line 32: ',' expected after '\"': a quote that begins a"),
+    ("tabs.csv", LABELED.replace(",", "\t"), "line 1 has no text (dataset.text_column), only ['text\\tlabel']"),
+    ("no header.csv", LABELED.partition("\n")[2], "line 1 has no text (dataset.text_column), only ['film 0', 'pos']"),
+    ("twice.csv", LABELED.replace("text", "text,label").replace(" ", ","), "the name label appears twice"),
     ("twice.jsonl", AS_JSONL + '{"text": "a", "label": 1, "label": 0}\n', "line 31 is not JSON (the name label"),
-    ("nul.csv", LABELLED + "fi\0lm,pos\n", r"line 32 has a character in its text (dataset.text_column) that no text"),
+    ("nul.csv", LABELED + "fi\0lm,pos\n", r"line 32 has a character in its text (dataset.text_column) that no text"),
     ("nul.jsonl", AS_JSONL + '{"text": "a", "label": "p\\u0000"}\n', "line 31 has a character in its label"),
     ("half.jsonl", AS_JSONL + '{"text": "a\\ud800", "label": 1}\n', "line 31 has a character in its text"),
     ("broken.jsonl", '{"text": "a", "label": "b"}\n{"text"\n', "line 2 is not JSON (Expecting ':' delimiter): "),
@@ -289,9 +289,9 @@ def read(path: Path, content: str | bytes) -> list[tuple[str, str]]:
     ("labels.jsonl", AS_JSONL + '{"text": "a", "label": ["pos"]}\n', "line 31 has ['pos'] as its label"),
     ("texts.jsonl", AS_JSONL + '{"text": {"a": "b"}, "label": 1}\n', "line 31 has {'a': 'b'} as its text"),
     ("latin.csv", b"text,label\n\xe9,b\n", "line 2 is not text in UTF-8 (invalid continuation byte)"),
-    ("utf-16.csv", LABELLED.encode("utf-16"), "(invalid start byte): save it as UTF-8"),
-    ("packed.csv", gzip.compress(LABELLED.encode()), "line 1 is not text in UTF-8 (invalid start byte)"),
-    ("packed.csv.gz", gzip.compress(LABELLED.encode()), "should end with .csv or .jsonl; unpack"),
+    ("utf-16.csv", LABELED.encode("utf-16"), "(invalid start byte): save it as UTF-8"),
+    ("packed.csv", gzip.compress(LABELED.encode()), "line 1 is not text in UTF-8 (invalid start byte)"),
+    ("packed.csv.gz", gzip.compress(LABELED.encode()), "should end with .csv or .jsonl; unpack"),
     ("table.xlsx", "", "should end with .csv or .jsonl"),
     ("numbers.csv", "text,label\n" + "".join(f"a,{each / 7}\n" for each in range(40)), "no training row has the label"),
 ])  # fmt: skip
@@ -306,21 +306,21 @@ def test_a_file_that_cannot_be_used(name, content, words, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "last"), [
-    ("mark.csv", LABELLED.encode("utf-8-sig"), None),  # Excel writes a byte order mark before the first column's name
+    ("mark.csv", LABELED.encode("utf-8-sig"), None),  # Excel writes a byte order mark before the first column's name
     ("mark.jsonl", AS_JSONL.encode("utf-8-sig"), None),
-    ("UPPER.CSV", LABELLED, None),
+    ("UPPER.CSV", LABELED, None),
     ("UPPER.JSONL", AS_JSONL, None),
-    ("windows.csv", LABELLED.replace("\n", "\r\n"), None),
-    ("old mac.csv", LABELLED.replace("\n", "\r"), None),
-    ("blank lines.csv", LABELLED.replace("\n", "\n\n"), None),
+    ("windows.csv", LABELED.replace("\n", "\r\n"), None),
+    ("old mac.csv", LABELED.replace("\n", "\r"), None),
+    ("blank lines.csv", LABELED.replace("\n", "\n\n"), None),
     ("blank lines.jsonl", AS_JSONL.replace("\n", "\n \n"), None),
-    ("spaces.csv", LABELLED.replace(",", " , ").replace("\n", " \n"), None),
-    ("unnamed columns.csv", LABELLED.replace("\n", ",,\n"), None),  # Excel writes these
-    ("quoted.csv", LABELLED + 'film 30, "pos"\n', ("film 30", "pos")),
-    ("quotes.csv", LABELLED + '"a ""good"" film, really",pos\n', ('a "good" film, really', "pos")),
-    ("quotes inside.csv", LABELLED + 'a "good" film,pos\n', ('a "good" film', "pos")),
-    ("lines.csv", LABELLED + '"a\nfilm",pos\n', ("a\nfilm", "pos")),
-    ("long.csv", LABELLED + "x" * 140_000 + ",pos\n", ("x" * 140_000, "pos")),
+    ("spaces.csv", LABELED.replace(",", " , ").replace("\n", " \n"), None),
+    ("unnamed columns.csv", LABELED.replace("\n", ",,\n"), None),  # Excel writes these
+    ("quoted.csv", LABELED + 'film 30, "pos"\n', ("film 30", "pos")),
+    ("quotes.csv", LABELED + '"a ""good"" film, really",pos\n', ('a "good" film, really', "pos")),
+    ("quotes inside.csv", LABELED + 'a "good" film,pos\n', ('a "good" film', "pos")),
+    ("lines.csv", LABELED + '"a\nfilm",pos\n', ("a\nfilm", "pos")),
+    ("long.csv", LABELED + "x" * 140_000 + ",pos\n", ("x" * 140_000, "pos")),
     ("separator.jsonl", AS_JSONL + '{"text": "a\u2028b", "label": 1}\n', ("a\u2028b", "1")),
 ])  # fmt: skip
 def test_a_file_that_is_read_as_it_is_meant(name, content, last, tmp_path):
@@ -331,7 +331,7 @@ def test_a_file_that_is_read_as_it_is_meant(name, content, last, tmp_path):
 
 
 def test_labels_that_differ_by_spaces_are_one(tmp_path):
-    content = LABELLED + "film,pos \nfilm,\u00a0pos\nfilm,\tpos\n"
+    content = LABELED + "film,pos \nfilm,\u00a0pos\nfilm,\tpos\n"
     assert {label for _, label in read(tmp_path / "films.csv", content)} == {"pos", "neg"}
     content = AS_JSONL.replace("1}", '" 1"}').replace("0}", '"0 "}')
     assert {label for _, label in read(tmp_path / "films.jsonl", content)} == {"0", "1"}
@@ -339,7 +339,7 @@ def test_labels_that_differ_by_spaces_are_one(tmp_path):
 
 def test_rows_and_labels_are_counted_before_training(tmp_path, capsys):
     """So that a label which nobody meant is seen, however rare it is."""
-    (tmp_path / "films.csv").write_text(LABELLED + "film,pos\n")
+    (tmp_path / "films.csv").write_text(LABELED + "film,pos\n")
     said = []
     data.prepare(file_dataset(tmp_path / "films.csv"), str(tmp_path), 2, said.append)
     assert said == ["31 rows, 2 labels: pos 16, neg 15"]
@@ -352,7 +352,7 @@ def test_rows_and_labels_are_counted_before_training(tmp_path, capsys):
 
 
 def test_a_row_that_cannot_be_used_is_found_before_anything_starts(tmp_path, monkeypatch):
-    (tmp_path / "films.csv").write_text(LABELLED + "good, really,pos\n")
+    (tmp_path / "films.csv").write_text(LABELED + "good, really,pos\n")
     arguments = options(PROGRAM, "run", "dataset.kind=file", "dataset.file=films.csv")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["local_training.py", *arguments])
@@ -428,7 +428,7 @@ def test_what_prediction_refuses(tmp_path, monkeypatch):
     (tmp_path / "films.csv").unlink()
     assert f"dataset.file = {tmp_path}/films.csv: No such file" in refused(tmp_path / "runs/here", "--test")
     (tmp_path / "latin.txt").write_bytes(b"a film\n\xe9\n")
-    (tmp_path / "lines.CSV").write_text(LABELLED)
+    (tmp_path / "lines.CSV").write_text(LABELED)
     assert "lines.CSV: one text per line is expected, not rows" in refused(
         tmp_path / "runs/here", tmp_path / "lines.CSV"
     )

@@ -55,7 +55,7 @@ def as_batch(folder: Path) -> dict:
     return {**columns, "path": np.array([f"{folder}/a.parquet"] * len(table))}
 
 
-COLOURED = np.stack([PIXELS, PIXELS // 2, PIXELS // 3], axis=-1)
+COLORED = np.stack([PIXELS, PIXELS // 2, PIXELS // 3], axis=-1)
 FLOATS = (PIXELS / 255).astype(np.float32)
 
 
@@ -63,14 +63,14 @@ FLOATS = (PIXELS / 255).astype(np.float32)
     ("images", "expected"),
     [
         ([png(image) for image in PIXELS], FLOATS[:, None]),
-        ([{"bytes": png(image), "path": "a.png"} for image in COLOURED], np.moveaxis(COLOURED, -1, 1) / 255),
+        ([{"bytes": png(image), "path": "a.png"} for image in COLORED], np.moveaxis(COLORED, -1, 1) / 255),
         (ArrowTensorArray.from_numpy(PIXELS), FLOATS[:, None]),
-        (ArrowTensorArray.from_numpy(COLOURED), np.moveaxis(COLOURED, -1, 1) / 255),
-        (ArrowTensorArray.from_numpy(np.moveaxis(COLOURED, -1, 1).copy()), np.moveaxis(COLOURED, -1, 1) / 255),
+        (ArrowTensorArray.from_numpy(COLORED), np.moveaxis(COLORED, -1, 1) / 255),
+        (ArrowTensorArray.from_numpy(np.moveaxis(COLORED, -1, 1).copy()), np.moveaxis(COLORED, -1, 1) / 255),
         (ArrowTensorArray.from_numpy(FLOATS), FLOATS[:, None]),
         (pa.array(PIXELS.tolist(), pa.list_(pa.list_(pa.uint8()))), FLOATS[:, None]),
     ],
-    ids=["encoded", "as Hugging Face", "uint8", "colours last", "colours first", "floats", "lists"],
+    ids=["encoded", "as Hugging Face", "uint8", "colors last", "colors first", "floats", "lists"],
 )
 def test_parquet_of_one_s_own(images, expected, tmp_path):
     uri = write_parquet(tmp_path, images, id=[f"number {number}" for number in range(6)])
@@ -104,10 +104,10 @@ def test_pictures_in_a_folder_a_label(tmp_path):
 
 
 def test_pictures_brought_to_one_size_and_one_number_of_channels(tmp_path):
-    grey_and_coloured = [png(image) for image in (*PIXELS[:3], *COLOURED[:3, :3])]
-    uri = write_parquet(tmp_path, grey_and_coloured)
+    gray_and_colored = [png(image) for image in (*PIXELS[:3], *COLORED[:3, :3])]
+    uri = write_parquet(tmp_path, gray_and_colored)
     read = ray_images.inspect_dataset(uri, image_size=8)["train"](as_batch(tmp_path / "train"))
-    assert read["image"].shape == (6, 1, 8, 8)  # grey, as the first one
+    assert read["image"].shape == (6, 1, 8, 8)  # gray, as the first one
     other_size = ray_images.inspect_dataset(uri)["train"]
     words = r"a.parquet has .*\(1, 3, 5\), but the first image of .*train has \(1, 4, 5\): --image-size resizes"
     with pytest.raises(ValueError, match=words):
@@ -197,12 +197,12 @@ def test_a_column_that_is_missing(tmp_path):
 
 
 def test_an_empty_file_and_a_first_picture_of_another_kind(tmp_path):
-    """Spark writes the one, and in many data sets some pictures are grey."""
-    uri = write_parquet(tmp_path, [png(image) for image in COLOURED])
+    """Spark writes the one, and in many data sets some pictures are gray."""
+    uri = write_parquet(tmp_path, [png(image) for image in COLORED])
     table = parquet.read_table(tmp_path / "train")
     parquet.write_table(table.slice(0, 0), tmp_path / "train/a-0.parquet")
-    grey_first = pa.table({"image": [png(PIXELS[0]), png(COLOURED[1])], "label": [0, 1]})
-    parquet.write_table(grey_first, tmp_path / "val/a.parquet")
+    gray_first = pa.table({"image": [png(PIXELS[0]), png(COLORED[1])], "label": [0, 1]})
+    parquet.write_table(gray_first, tmp_path / "val/a.parquet")
     sets = ray_images.inspect_dataset(uri)
     assert sets["train"].num_samples == 6 and sets["val"].image_shape == (3, 4, 5)
     read = sets["val"](as_batch(tmp_path / "val"))
@@ -284,8 +284,8 @@ def test_files_whose_types_differ_in_width_are_one_set(tmp_path):
 
 def encoded(mode: str, size: tuple[int, int] = (5, 4), kind: str = "PNG") -> bytes:
     file = io.BytesIO()
-    colours = Image.fromarray(COLOURED[0]).resize(size)
-    picture = Image.fromarray(np.full((4, 5), 40_000, np.uint16)) if mode == "I;16" else colours.convert(mode)
+    colors = Image.fromarray(COLORED[0]).resize(size)
+    picture = Image.fromarray(np.full((4, 5), 40_000, np.uint16)) if mode == "I;16" else colors.convert(mode)
     picture.save(file, kind)
     return file.getvalue()
 

@@ -22,7 +22,7 @@ sent = []
 
 
 def exchange(tensor: torch.Tensor) -> torch.Tensor:
-    """Send a tensor to the right neighbour, and return the one that the left neighbour sends."""
+    """Send a tensor to the right neighbor, and return the one that the left neighbor sends."""
     if len(sent) > 20:
         raise RuntimeError("exchange() was called more than 20 times")
     sent.append(tensor.numel())

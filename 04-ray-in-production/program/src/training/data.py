@@ -1,4 +1,4 @@
-"""Load labelled texts, split them three ways, and encode them with a vocabulary."""
+"""Load labeled texts, split them three ways, and encode them with a vocabulary."""
 
 import csv
 import io
@@ -290,7 +290,7 @@ def to_tensors(vocabulary: Vocabulary, rows: list[dict]) -> TensorDataset:
 
 
 def synthetic_splits(num_samples: int) -> Splits:
-    """Make random vectors (num_samples, 784), labelled by the largest of their projections on ten random directions."""
+    """Make random vectors (num_samples, 784), labeled by the largest of their projections on ten random directions."""
 
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(num_samples, FEATURES, generator=generator)
