@@ -74,8 +74,9 @@ class PeakMemory:
 class Traffic(TorchDispatchMode):
     """Count the collectives that start inside this context, and the bytes that this rank sends for them.
 
-    Every library's collectives pass through PyTorch's dispatcher, under the namespace `c10d`. The bytes are those of a
-    ring: (N-1)/N of the whole tensor for an all-gather, a reduce-scatter or a reduce, and twice that for an all-reduce.
+    It sees the collectives that pass through PyTorch's dispatcher under the namespace `c10d`: those of DDP, FSDP2 and
+    DeepSpeed, but not DTensor's functional collectives, as in `full_tensor`. The bytes are those of a ring: (N-1)/N of
+    the whole tensor for an all-gather, a reduce-scatter or a reduce, and twice that for an all-reduce.
     For a reduce this is the average over the ranks, because all of them except the owner send.
 
     calls: how often each collective was called, by its name.
