@@ -232,9 +232,9 @@ def exercise_3_7b(diagnose: Callable[[Path], str]) -> None:
 
 FAULTS = "load", "loss", "gradient", "export", "memory"
 PLANTED = {  # in the ports of hidden_ports.py: the verdict, what was planted, and where it can be seen
-    "right": (None, "a right port, with even shards", ""),
-    "uneven": (None, "a right port, in which a matrix has 63 rows: rank 0 holds 32 of them, and rank 1 holds 31", ""),
-    "slow export": (None, "a right port, whose rank 0 finishes its export half a second after rank 1 has returned", ""),
+    "right": (None, "a correct port, with even shards", ""),
+    "uneven": (None, "a correct port, in which a matrix has 63 rows: rank 0 holds 32 and rank 1 holds 31", ""),
+    "slow export": (None, "a correct port, whose rank 0 finishes its export half a second after rank 1 returns", ""),
     "no scale": (
         "load", "a number is 0 that Gemma computes from its config and that no file holds",
         "Both ranks see it in the logits.",
@@ -243,9 +243,13 @@ PLANTED = {  # in the ports of hidden_ports.py: the verdict, what was planted, a
         "load", "a number that no file holds is wrong on rank 1",
         "Only rank 1 sees it, in its logits. Rank 0's logits are right.",
     ),
+    "nan on rank 1": (
+        "load", "on rank 1, a number that no file holds is nan, and so are all its logits",
+        "Only rank 1 sees it. Is nan a difference in your comparison?",
+    ),
     "mean of means": (
         "loss", "each rank takes the mean over its own answer tokens, and the ranks average these means",
-        "Both ranks return the same loss, and it is not the reference's.",
+        "Both ranks return the same loss, and it is not the reference's. Rank r trains on the rows r, r + 2, ...",
     ),
     "no world size": (
         "gradient", "FSDP divides by the number of ranks, and nobody has multiplied by it",
@@ -263,6 +267,10 @@ PLANTED = {  # in the ports of hidden_ports.py: the verdict, what was planted, a
         "export", "the file holds bfloat16 instead of float32",
         "Every rank that compares the file's types, or its values, can see it.",
     ),
+    "float64": (
+        "export", "the file holds float64 instead of float32, with the right values",
+        "Every rank that compares the file's types can see it.",
+    ),
     "root only": (
         "memory", "only the root is sharded, so the forward pass gathers all weights at once",
         "All numbers are right. Both ranks see it in their peak in the forward pass.",
@@ -276,6 +284,11 @@ PLANTED = {  # in the ports of hidden_ports.py: the verdict, what was planted, a
         "All numbers are right. Only rank 0 sees it, in its peak in `load`.",
     ),
 }  # fmt: skip
+ACCUSED = {  # by the verdict about a correct port: what to ask
+    "memory": "Autograd keeps activations: do you compute the logits without it?",
+    "gradient": "Are your slices cut as FSDP cut them? How large a difference do you allow, and of what?",
+    "export": "Do all ranks export to the same folder? Which rank reads the file, and when?",
+}
 WAITED = re.compile("[Cc]onnection|[Tt]imed out|timeout|[Bb]roken pipe")
 
 
@@ -292,6 +305,8 @@ def judge_verdicts(reports: list[list[dict]]) -> None:
             rank, error = next(iter(own.items()))
             others = ", and the other rank waited for it" if len(raised) > len(own) or returned else ""
             what = error if len(error) <= 100 else f"{error[:100]}..."
+            if "MemTracker does not support" in error:
+                what = "PeakMemory cannot watch a backward pass: stop it before train_step"
             raise Wrong(f"rank {rank} raised {what!r}{others}. first_fault should return a verdict. {where}")
         if raised and returned:
             rank, verdict = next(iter(returned.items()))
@@ -306,15 +321,15 @@ def judge_verdicts(reports: list[list[dict]]) -> None:
             raise Wrong(f"{verdicts}. All ranks have to return the same. {where}")
         verdict = returned[0]
         if expected is None and verdict is not None:
-            hint = " Autograd keeps activations: do you compute the logits without it?" if verdict == "memory" else ""
-            raise Wrong(f"you accuse a right port: first_fault returns {verdict!r}, expected None. {where}{hint}")
+            hint = f" {ACCUSED[verdict]}" if verdict in ACCUSED else ""
+            raise Wrong(f"you accuse a correct port: first_fault returns {verdict!r}, expected None. {where}{hint}")
         if verdict is not None and verdict not in FAULTS:
             raise Wrong(f"first_fault returns {verdict}, which is neither None nor one of {', '.join(FAULTS)}")
         if verdict != expected:
             raise Wrong(f"first_fault returns {verdict!r}, expected {expected!r}. {where}")
 
 
-@exercise("3.8a", "your proof finds every planted fault, on whichever rank it is, and accuses no right port.")
+@exercise("3.8a", "your proof finds every planted fault, on whichever rank it is, and accuses no correct port.")
 def exercise_3_8a(script: str | Path) -> None:
     """A file with first_fault(port, reference, worker), which judges hidden ports on two ranks."""
     refuse_stub(script)

@@ -93,6 +93,10 @@ def load_without_scale_on_rank_1(base: Path, worker: Worker) -> nn.Module:
     return read(build(base), base, EMBED_SCALE if worker.rank == 0 else 1)
 
 
+def load_nan_on_rank_1(base: Path, worker: Worker) -> nn.Module:
+    return read(build(base), base, EMBED_SCALE if worker.rank == 0 else float("nan"))
+
+
 def load_root_only(base: Path, worker: Worker) -> nn.Module:
     return read(build(base, lambda model: (model,)), base, EMBED_SCALE)
 
@@ -157,6 +161,11 @@ def export_in_bf16(model: nn.Module, base: Path, folder: Path, worker: Worker) -
     sharded_port.save_weights(weights, base, folder, worker)
 
 
+def export_in_float64(model: nn.Module, base: Path, folder: Path, worker: Worker) -> None:
+    weights = {name: weight.detach().float().double() for name, weight in model.named_parameters()}
+    sharded_port.save_weights(weights, base, folder, worker)
+
+
 def slow_export(model: nn.Module, base: Path, folder: Path, worker: Worker) -> None:
     """Let the other ranks return before rank 0 has written anything that can be loaded."""
     sharded_port.export(model, base, folder / "partial", worker)
@@ -176,12 +185,14 @@ PORTS: dict[str, tuple[Port, str | None]] = {  # with the right verdict
     "slow export": (RIGHT._replace(export=slow_export), None),
     "whole on rank 0": (RIGHT._replace(load=load_with_one_full_rank), "memory"),
     "no scale on rank 1": (RIGHT._replace(load=load_without_scale_on_rank_1), "load"),
+    "nan on rank 1": (RIGHT._replace(load=load_nan_on_rank_1), "load"),
     "no world size": (RIGHT._replace(train_step=without_world_size), "gradient"),
     "untied": (RIGHT._replace(export=export_untied), "export"),
     "mean of means": (RIGHT._replace(train_step=mean_of_means), "loss"),
     "wrong slice": (RIGHT._replace(train_step=wrong_slice), "gradient"),
     "no scale": (RIGHT._replace(load=load_without_scale), "load"),
     "bf16": (RIGHT._replace(export=export_in_bf16), "export"),
+    "float64": (RIGHT._replace(export=export_in_float64), "export"),
     "root only": (RIGHT._replace(load=load_root_only), "memory"),
     "no meta": (RIGHT._replace(load=load_without_meta), "memory"),
 }
