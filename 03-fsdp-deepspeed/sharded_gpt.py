@@ -1,4 +1,4 @@
-"""Shard, train and gather the small GPT of lesson 3.2, on the ranks that torchrun started."""
+"""Shard, train and gather the small GPT of lesson 3.2 on the ranks of torchrun, or load it in one process."""
 
 import logging
 import re
