@@ -1,7 +1,10 @@
-"""Record which rows each rank copies from a DCP checkpoint, draw these rows, and hold back a write."""
+"""Record which rows each rank copies from a DCP checkpoint, draw them, and hold back or interrupt a save."""
 
 import json
+import os
+import signal
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -52,6 +55,31 @@ class HeldBackWriter(dcp.FileSystemWriter):
         """Wait for `release`, then write this rank's slices."""
         self._released.wait()
         return super().write_data(*arguments)
+
+
+class KilledWriter(dcp.FileSystemWriter):
+    """A writer that kills the process of rank 1 when rank 0 has written its slices, and rank 1 none of its own.
+
+    rank: this process's rank.
+    """
+
+    def __init__(self, folder: str | Path, rank: int) -> None:
+        super().__init__(folder)
+        self._rank, self._rank_0_wrote = rank, Path(f"{folder}.rank-0-wrote")
+        if rank == 1:  # rank 0 writes only after both ranks have made their plans
+            self._rank_0_wrote.unlink(missing_ok=True)
+
+    def write_data(self, *arguments: object) -> Future:
+        """Write this rank's slices on rank 0; wait for rank 0 and send SIGKILL to this process on rank 1."""
+        if self._rank == 1:
+            print("[rank 1/2] killed before it writes its slices of step 6\n", end="", flush=True)
+            while not self._rank_0_wrote.exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        written = super().write_data(*arguments)
+        written.wait()
+        self._rank_0_wrote.touch()
+        return written
 
 
 def written_pieces(metadata: Metadata, name: str) -> list[Piece]:

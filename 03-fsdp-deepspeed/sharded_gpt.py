@@ -1,9 +1,15 @@
-"""Shard, train and gather the small GPT of lesson 3.2, on the ranks that torchrun started."""
+"""Shard, train and gather the small GPT of lesson 3.2 on the ranks of torchrun, or load it in one process."""
 
+import logging
+import re
+import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -42,8 +48,8 @@ def held_out() -> torch.Tensor:
 
 
 @torch.no_grad()
-def write_gathered(model: models.GPT, optimizer: torch.optim.Optimizer, worker: Worker, path: str | Path) -> None:
-    """Gather weights, moments and the logits of `held_out`, and let rank 0 write them to `path`. Collective.
+def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Return whole copies of weights, moments and step counts, and the logits of `held_out`. Collective if sharded.
 
     Only a proof needs this. A real model may be too large for one rank's memory.
     """
@@ -53,8 +59,39 @@ def write_gathered(model: models.GPT, optimizer: torch.optim.Optimizer, worker: 
         for key, value in optimizer.state[parameter].items():
             gathered[f"{name}.{key}"] = _whole(value)
     gathered["logits"] = model(held_out())  # last, because the root keeps its parameters gathered after a forward pass
+    return gathered
+
+
+def write_gathered(model: nn.Module, optimizer: torch.optim.Optimizer, worker: Worker, path: str | Path) -> None:
+    """Call `gather`, and let rank 0 write what it returns to `path`. Collective."""
+    gathered = gather(model, optimizer)
     if worker.rank == 0:
         torch.save(gathered, path)
+
+
+def load_alone(folder: str | Path) -> dict[str, torch.Tensor]:
+    """Load a checkpoint in this process alone, into a model that is not sharded, and return what `gather` returns.
+
+    Raises ValueError with the file's name if a file is missing.
+    """
+    model = models.GPT(CONFIG)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    logging.disable(logging.WARNING)  # DCP would log two tracebacks if there is no index
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # there are no ranks
+            dcp.load(state, checkpoint_id=folder)
+    except dcp.CheckpointException as error:
+        missing = re.search(r"No such file or directory: '[^']*/([^'/]+)'", str(error.failures[0][0]))
+        if missing is None:
+            raise
+        raise ValueError(f"{Path(folder).name} cannot be loaded: {missing[1]} is missing") from None
+    finally:
+        logging.disable(logging.NOTSET)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    return gather(model, optimizer)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,7 @@ def fsdp2(action: str, folder: Path, worker: distributed.Worker) -> None:
     else:
         sharded.restore_sharded(folder / "fsdp2", model, optimizer)
     weights = whole_weights(model)
-    # Lesson 3.3: how pretrained weights get in. The dict is filled with what each rank keeps, hence a copy.
+    # How weights from one file get in (chapter 3's README). The dict is filled with what each rank keeps, hence a copy.
     other = sharded_gpt(2)
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(other, dict(weights), options=options)

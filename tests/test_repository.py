@@ -96,7 +96,7 @@ def packages(requirements: Iterable[str]) -> set[str]:
 
 LOCAL = {
     "checks", "shared", "training", "ray_images", "ds_settings", "zero", "train_ddp", "pairs", "pretrained",
-    "tiny_base", "rank_tools", "sharded_port",
+    "tiny_base", "rank_tools", "sharded_port", "train_ray_fsdp2",
 }  # fmt: skip
 
 

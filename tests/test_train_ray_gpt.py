@@ -52,7 +52,7 @@ def test_fsdp2_computes_what_one_process_computes(one_process, tmp_path):
 
 @pytest.mark.parametrize(("stage", "more"), [(0, ()), (3, ("--activation-checkpointing",))])
 def test_zero_computes_what_one_process_computes(stage, more, one_process, tmp_path):
-    """(Stages 1 and 2: test_stages_1_and_2_compute_the_same_on_any_number_of_ranks, and lesson 3.3.)"""
+    """(Stages 1 and 2: test_stages_1_and_2_compute_the_same_on_any_number_of_ranks, and lesson 3.4.)"""
     metrics = train(2, tmp_path, *LOCAL, *STEPS, "--zero-stage", stage, *more, script=DEEPSPEED)
     assert_close(metrics, one_process["fp32"], 1e-5, f"zero-{stage}", "fp32")
 
