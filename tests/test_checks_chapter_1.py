@@ -500,7 +500,6 @@ WRONG_1_3c = {
         {"max(map(len, sizes))": "min(map(len, sizes))"},
         "on rank 1, rank 0 takes 1 optimizer step.s., expected 3. Whose samples are left out",
     ),
-    "own loss": (GATHERED_1_3c, {"distributed.global_sum(total)": "total"}, "all weights are right. With batches of 4"),
 }  # fmt: skip
 
 
