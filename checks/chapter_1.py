@@ -24,6 +24,7 @@ from checks.machinery import (
     run_command,
     run_ranks,
     run_script,
+    run_train_epoch,
 )
 from shared import models, rendezvous
 
@@ -285,7 +286,7 @@ def judge_my_ddp(seen: list[list[dict]]) -> None:
     if not all(started):
         raise Wrong(
             f"all gradients are right, but {started.count(False)} all-reduces made backward() wait. Start them in the "
-            "background (section 2), and wait in `finish`"
+            "background (section 7), and wait in `finish`"
         )
     if left := seen[0][1]["left"]:
         raise Wrong(
@@ -301,32 +302,39 @@ def exercise_1_3b(script: str | Path) -> None:
     judge_my_ddp(reports_of_ranks("gradient_hooks", 2, str(script)))
 
 
-@exercise("1.3c", "a new order each epoch, and one accuracy that all ranks agree on.")
+SIZES_1_3C = ([[4, 4, 3], [4, 4, 1]], [[4], [4, 4, 2]], [[4, 4, 1], [4, 4]])  # for each rank the rows of its batches
+
+
+@exercise("1.3c", "every rank takes every step, and every sample has the same weight.")
 def exercise_1_3c(script: str | Path) -> None:
-    """A script for 2 ranks that writes its orders and its accuracy to FOLDER/rank-R.json."""
-    with tempfile.TemporaryDirectory() as folder:
-        run_ranks(script, 2, folder)
-        reports = []
-        for rank in (0, 1):
-            path = Path(folder, f"rank-{rank}.json")
-            if not path.exists():
-                raise Wrong(f"rank {rank} wrote no report: keep the lines marked `keep`, on every rank")
-            reports.append(json.loads(path.read_text()))
-    for epoch, orders in enumerate(zip(*(report["orders"] for report in reports), strict=True)):
-        if sorted(index for order in orders for index in order) != list(range(1280)):
-            raise Wrong(f"in epoch {epoch} the two ranks together did not see each of the 1280 samples once")
-    if any(report["orders"][0] == report["orders"][1] for report in reports):
-        fix = "call sampler.set_epoch(epoch) before each (the accuracy is checked next)"
-        raise Wrong(f"both epochs have the same order: {fix}")
-    own = [sum(report["right"]) / len(report["right"]) for report in reports]
-    mean = sum(sum(report["right"]) for report in reports) / sum(len(report["right"]) for report in reports)
-    for rank, report in enumerate(reports):
-        hint = "Add up hits and samples over all ranks, then divide once."
-        if math.isclose(report["accuracy"], own[rank], rel_tol=1e-6):
-            hint = "That is the accuracy on this rank's own part. " + hint
-        elif math.isclose(report["accuracy"], sum(own) / 2, rel_tol=1e-6):
-            hint = "That is the mean of the ranks' accuracies, and they have 128 and 127 images. " + hint
-        expect_close(report["accuracy"], mean, f"the accuracy that rank {rank} reports", hint=hint)
+    """A file with train_epoch(ddp_model, batches, optimizer) -> the mean loss over all samples of all ranks."""
+    refuse_stub(script)
+    reports = run_train_epoch(script, *([sizes] for sizes in SIZES_1_3C))
+    lists = [" and ".join(f"{str(own)[1:-1]} on rank {rank}" for rank, own in enumerate(case)) for case in SIZES_1_3C]
+    for sizes, batches, of_ranks in zip(SIZES_1_3C, lists, reports, strict=True):
+        for rank, report in enumerate(of_ranks):
+            if report["ending"].startswith("RuntimeError"):
+                said = re.sub(r"\[/\S+\] ", "", report["ending"])[:160]  # without the line of gloo's source
+                raise Wrong(
+                    f"with batches of {batches}, one rank calls a collective that the other never reaches. Count the "
+                    f"steps of each rank, and the collectives in each. (Rank {rank} said: {said})"
+                )
+        for rank, report in enumerate(of_ranks):
+            where, num_steps = f"with batches of {batches}, rank {rank}", max(map(len, sizes))
+            if report["ending"] != "returns":
+                raise Wrong(f"{where} ends with {report['ending']}")
+            if report["steps"] != num_steps:
+                less, more = "Whose samples are left out?", "In which of them does nobody have a sample?"
+                hint = less if report["steps"] < num_steps else more
+                raise Wrong(f"{where} takes {report['steps']} optimizer step(s), expected {num_steps}. {hint}")
+            if not all(map(math.isclose, report["weights"], report["expected"])):
+                hint = "Has every sample of a step the same weight, whichever rank has it? By what does DDP divide?"
+                raise Wrong(f"{where} takes {num_steps} steps, and its weights are not those of one process. {hint}")
+    for sizes, batches, of_ranks in zip(SIZES_1_3C, lists, reports, strict=True):
+        for rank, report in enumerate(of_ranks):
+            what = f"all weights are right. With batches of {batches}, the mean loss that rank {rank} returns"
+            hint = f"The {sum(map(sum, sizes))} samples of both ranks count equally, and both ranks return the same."
+            expect_close(report["returned"], report["expected_loss"], what, hint=hint)
 
 
 # --- Lesson 1.4: torchrun -------------------------------------------------------------------------------------------

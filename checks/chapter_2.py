@@ -22,7 +22,7 @@ from checks.machinery import (
     reports_of_ranks,
     run_command,
     run_script,
-    run_scripts,
+    run_train_epoch,
 )
 from shared import models
 
@@ -255,23 +255,6 @@ def exercise_2_3a(diagnose: Callable[[], dict[str, str]]) -> None:
     for stream, answer in STREAMS_2_3A.items():
         if seen[stream] != answer:
             raise Wrong(f"stream {stream}: it is not {seen[stream]!r}. {evidence[seen[stream]]}")
-
-
-def run_train_epoch(script: str | Path, *calls: tuple[list[list[int]], int]) -> list[list[dict]]:
-    """Call train_epoch several times on two ranks. Return each rank's report of each call: see uneven_inputs.py.
-
-    calls: how many rows the batches of each rank have, and the rank whose stream raises ValueError after its last
-    batch, or -1 for none. Raises NotImplementedError and Wrong as run_script does.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        folders = [Path(folder, str(number)) for number in range(len(calls))]
-        commands = []
-        for each, (sizes, broken_rank) in zip(folders, calls, strict=True):
-            each.mkdir()
-            commands.append([probe("uneven_inputs"), each, script, json.dumps(sizes), broken_rank])
-        for ended in run_scripts(commands, 2, timeout=240):
-            expect_success(ended.exit_code, ended.errors)
-        return [[json.loads((each / f"{rank}.json").read_text()) for rank in range(2)] for each in folders]
 
 
 @exercise("2.3b", "every rank learns of the error before any rank leaves.")

@@ -153,6 +153,23 @@ def reports_of_ranks(name: str, nproc: int, *args: str, question: str = EVERY_CO
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(nproc)]
 
 
+def run_train_epoch(script: str | Path, *calls: Sequence, timeout: float = 240) -> list[list[dict]]:
+    """Call a learner's train_epoch several times on two ranks. Return each rank's report of each call.
+
+    calls: how many rows the batches of each rank have, and what else the probe uneven_inputs.py takes. Raises
+    NotImplementedError and Wrong as run_script does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder, str(number)) for number in range(len(calls))]
+        commands = []
+        for each, (sizes, *options) in zip(folders, calls, strict=True):
+            each.mkdir()
+            commands.append([probe("uneven_inputs"), each, script, json.dumps(sizes), *options])
+        for ended in run_scripts(commands, 2, timeout=timeout):
+            expect_success(ended.exit_code, ended.errors)
+        return [[json.loads((each / f"{rank}.json").read_text()) for rank in range(2)] for each in folders]
+
+
 def expect_answers(seen: object, names: str, answers: Iterable[str]) -> None:
     """Raise Wrong unless `seen` is a dict that has one of `answers` for each of the one-letter `names`."""
     if not isinstance(seen, dict) or set(seen) != set(names):

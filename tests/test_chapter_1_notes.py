@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -86,3 +87,43 @@ def test_training_amplifies_a_tiny_difference_in_float64_too():
     one, other = (first_losses("resnet8", 12, torch.float64, change=change) for change in (0.0, 1e-7))
     gaps = [abs(a - b) for a, b in zip(one, other, strict=True)]
     assert gaps[0] < 1e-6 and max(gaps[-3:]) > 100 * gaps[0]
+
+
+def test_dividing_before_or_after_the_sum_is_the_same_for_two_ranks_and_not_for_three():
+    ranks = torch.randn(3, 10_000, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    for num_ranks, equal in ((2, True), (3, False)):
+        before, after = (ranks[:num_ranks] / num_ranks).sum(dim=0), ranks[:num_ranks].sum(dim=0) / num_ranks
+        assert torch.equal(before, after) is equal
+        assert torch.allclose(before, after, rtol=0, atol=1e-15)
+
+
+def test_a_mean_over_no_samples_is_nan_and_its_gradient_is_zero():
+    model = models.resnet8().double()
+    loss = F.cross_entropy(model(torch.empty(0, 1, 8, 8, dtype=torch.float64)), torch.empty(0, dtype=torch.long))
+    loss.backward()
+    assert loss.isnan() and all((parameter.grad == 0).all() for parameter in model.parameters())
+
+
+def test_counts_sums_and_squares_of_two_ranks_give_the_batch_norm_of_the_whole_batch():
+    x = torch.randn(9, 4, 6, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    parts = [part.transpose(0, 1).flatten(1) for part in (x[::2], x[1::2])]  # channels, values
+    count, total, squares = (
+        sum(numbers(part) for part in parts)
+        for numbers in (lambda part: part.shape[1], lambda part: part.sum(1), lambda part: part.square().sum(1))
+    )
+    mean = total / count
+    variance = squares / count - mean.square()
+    scaled = (x - mean[:, None, None]) / torch.sqrt(variance[:, None, None] + 1e-5)
+    assert torch.allclose(scaled, F.batch_norm(x, None, None, training=True), rtol=0, atol=1e-12)
+
+
+def test_sync_batch_norm_refuses_to_run_on_a_cpu():
+    layer = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm2d(4))
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="GPU"):
+            torch.nn.parallel.DistributedDataParallel(layer)
+        with pytest.raises(ValueError, match="GPU"):
+            layer(torch.randn(2, 4, 6, 6))
+    finally:
+        torch.distributed.destroy_process_group()

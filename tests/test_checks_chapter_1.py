@@ -31,7 +31,7 @@ def on_two_ranks(tmp_path_factory):
     """What two ranks do with all answers of 1.2c, 1.3b and 1.3c, and in the runs of 1.3a, in one launch."""
     accuracies = map(accuracy, (RIGHT_1_2c, *dict(WRONG_1_2c)))
     ddps = map(small_ddp, (MY_DDP, *(source for source, _ in WRONG_1_3b.values())))
-    calls = {call: call for call in (*accuracies, *ddps, RUNS_1_3a, FIXED, INSIDE_AN_IF)}
+    calls = {call: call for call in (*accuracies, *ddps, RUNS_1_3a, *CALLS_1_3c, LARGE_GRADIENTS)}
     return launch_together(tmp_path_factory.mktemp("calls"), 2, calls)
 
 
@@ -461,84 +461,146 @@ def test_ddp_of_the_lesson_is_a_stub(tmp_path, capsys):
     assert_rejects(checks.exercise_1_3b, tmp_path / "my_ddp.py", "not done yet", capsys)
 
 
-# --- 1.3c: what the two ranks report ----------------------------------------------------------------------------------
+# --- 1.3c: lists of batches of different lengths ----------------------------------------------------------------------
+
+STUB_1_3c = 'raise NotImplementedError("repair train_epoch, then delete this line")\n'
+COLLEAGUE_1_3c = script_of(LESSON_1_3, "uneven.py").replace(STUB_1_3c, "")
+GATHERED_1_3c = script_of(CHAPTER / "solutions" / LESSON_1_3.name, "uneven.py")
+SUMMED_1_3c = """
+import torch
+import torch.nn.functional as F
+from shared import distributed
+
+def train_epoch(ddp_model, batches, optimizer):
+    (images, labels), step, totals = batches[0], 0, torch.zeros(2, dtype=torch.float64)
+    empty = images[:0], labels[:0]
+    while True:
+        images, labels = batches[step] if step < len(batches) else empty
+        count = distributed.global_sum(torch.tensor(len(labels)))
+        if count == 0:
+            return totals[0] / totals[1]
+        loss = F.cross_entropy(ddp_model(images), labels, reduction="sum") / count * 2
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        totals += torch.stack([distributed.global_sum(loss) / 2 * count, count])
+        step += 1
+"""
+ALL_STEPS = {"min(": "max("}  # of the colleague's: each rank trains on all of its batches, so one leaves early
+WRONG_1_3c = {
+    "the colleague's": (COLLEAGUE_1_3c, {}, "takes 3 steps, and its weights are not those of one process. Has every"),
+    "alone in a step": (
+        COLLEAGUE_1_3c,
+        ALL_STEPS | {"loss = F": "count = distributed.global_sum(torch.tensor(len(labels)))\n        loss = F"}
+        | {"labels)\n        optimizer": "labels, reduction='sum') / count * 2\n        optimizer"},
+        "one rank calls a collective that the other never reaches. Count the steps",
+    ),
+    "samples left out": (
+        GATHERED_1_3c,
+        {"max(map(len, sizes))": "min(map(len, sizes))"},
+        "on rank 1, rank 0 takes 1 optimizer step.s., expected 3. Whose samples are left out",
+    ),
+}  # fmt: skip
 
 
-def shuffled(num_samples, seed):
-    return torch.randperm(num_samples, generator=torch.Generator().manual_seed(seed)).tolist()
+def uneven(source: str, sizes: list) -> Call:
+    return Call(source, machinery.probe("uneven_inputs"), arguments=(json.dumps(sizes),))
 
 
-ORDERS = [shuffled(1280, epoch) for epoch in (0, 1)]
-RIGHT_1_3c = [[True] * 100 + [False] * 28, [True] * 90 + [False] * 37]  # of 128 and 127 images
-OWN = [sum(right) / len(right) for right in RIGHT_1_3c]
-ACCURACY = 190 / 255
+def changed(source: str, changes: dict[str, str]) -> str:
+    for old, new in changes.items():
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    return source
 
 
-def reports(accuracies, orders=ORDERS):
-    return [
-        {"orders": [order[rank::2] for order in orders], "right": RIGHT_1_3c[rank], "accuracy": accuracies[rank]}
-        for rank in range(2)
-    ]
-
-
-WRONG_1_3c = [
-    (reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[0]]), "call sampler.set_epoch.*accuracy is checked next"),
-    (reports([ACCURACY, ACCURACY], orders=[ORDERS[0], ORDERS[1][:-2]]), "epoch 1 the two ranks together did not see"),
-    (reports(OWN), "rank 0 reports is 0.78125, expected 0.745098. That is the accuracy on this rank's own part"),
-    (reports([ACCURACY, OWN[1]]), "rank 1 reports .* this rank's own part"),
-    (reports([sum(OWN) / 2] * 2), "the mean of the ranks' accuracies"),
-    (reports([ACCURACY * 2] * 2), "divide once"),
-    (reports([ACCURACY, ACCURACY])[:1], "rank 1 wrote no report"),
-]
+ANSWERS_1_3c = [GATHERED_1_3c, SUMMED_1_3c, *(changed(*case[:2]) for case in WRONG_1_3c.values())]
+CALLS_1_3c = [uneven(answer, sizes) for answer in ANSWERS_1_3c for sizes in chapter_1.SIZES_1_3C]
 
 
 @pytest.fixture
-def two_ranks_report(monkeypatch):
-    """Lets a test say what the script's two ranks write, without starting any."""
+def trained(monkeypatch, on_two_ranks, tmp_path):
+    """Lets the check find what the two ranks have done already with an answer and each of its lists of batches."""
 
-    def prepare(written):
-        def run_script(script, nproc, folder):
-            for rank, report in enumerate(written):
-                Path(folder, f"rank-{rank}.json").write_text(json.dumps(report))
+    def prepare(answer):
+        def run_train_epoch(script, *calls):
+            launched = [on_two_ranks[uneven(answer, sizes)] for (sizes,) in calls]
+            for one in launched:
+                machinery.expect_success(one.ended.exit_code, one.ended.errors)
+            return [[json.loads((one.folder / f"{rank}.json").read_text()) for rank in (0, 1)] for one in launched]
 
-        monkeypatch.setattr(machinery, "run_script", run_script)
-        return "exercise.py"
+        monkeypatch.setattr(chapter_1, "run_train_epoch", run_train_epoch)
+        (tmp_path / "uneven.py").write_text(answer)
+        return tmp_path / "uneven.py"
 
     return prepare
 
 
 test_1_3c = judge(
     checks.exercise_1_3c,
-    [reports([ACCURACY, ACCURACY])],
-    [(written, re.compile(because)) for written, because in WRONG_1_3c],
-    prepare="two_ranks_report",
-)
-
-STUB_1_3c = 'raise NotImplementedError("fix the two bugs below, then delete this line")'
-EPOCH = {"    orders.append([])": "    sampler.set_epoch(epoch)\n    orders.append([])"}
-ACCURACY_OF_ALL = "accuracy = distributed.global_sum(right.sum()) / distributed.global_sum(torch.tensor(len(right)))"
-INSIDE = f"accuracy = right.double().mean()\nif worker.rank == 0:\n    {ACCURACY_OF_ALL}"
-
-
-def changed_script(changes: dict[str, str]) -> Call:
-    """The lesson's own script with these changes."""
-    script = script_of(LESSON_1_3, "exercise.py")
-    for old, new in changes.items():
-        assert script.count(old) == 1
-        script = script.replace(old, new)
-    return Call(script)
-
-
-FIXED = changed_script({STUB_1_3c: "", **EPOCH, "accuracy = right.sum() / len(right)": ACCURACY_OF_ALL})
-INSIDE_AN_IF = changed_script({STUB_1_3c: "", **EPOCH, "accuracy = right.sum() / len(right)": INSIDE})
-test_1_3c_of_the_lesson_s_script = judge(
-    checks.exercise_1_3c, [FIXED], {"a collective inside an `if`": (INSIDE_AN_IF, "inside an `if`")}, prepare="ran"
+    ANSWERS_1_3c[:2],
+    {
+        name: (answer, re.compile(because))
+        for (name, (*_, because)), answer in zip(WRONG_1_3c.items(), ANSWERS_1_3c[2:], strict=True)
+    }
+    | {"the stub": (script_of(LESSON_1_3, "uneven.py"), "not done yet")},
+    prepare="trained",
 )
 
 
-def test_script_of_the_lesson_is_a_stub(tmp_path, capsys):
-    (tmp_path / "exercise.py").write_text(changed_script({}).answer)
-    assert_rejects(checks.exercise_1_3c, tmp_path / "exercise.py", "not done yet", capsys)
+def ends(ending="returns", steps=3, weights=(1.0,), returned=2.0):
+    """What a rank reports of one call."""
+    return {"ending": ending, "returned": returned, "steps": steps, "weights": weights} | {
+        "expected": [1.0], "expected_loss": 2.0,
+    }  # fmt: skip
+
+
+@pytest.fixture
+def two_ranks_end(monkeypatch, tmp_path):
+    """Lets a test say how train_epoch ends on both ranks in each case, without starting any."""
+
+    def prepare(reports):
+        monkeypatch.setattr(chapter_1, "run_train_epoch", lambda script, *calls: [reports] * len(calls))
+        (tmp_path / "uneven.py").write_text("def train_epoch(ddp_model, batches, optimizer): ...")
+        return tmp_path / "uneven.py"
+
+    return prepare
+
+
+test_1_3c_in_words = judge(checks.exercise_1_3c, [[ends(), ends()]], [
+    ([ends(), ends("RuntimeError: Timed out")], "(Rank 1 said: RuntimeError: Timed out)"),
+    ([ends(), ends("ValueError")], "rank 1 ends with ValueError"),
+    ([ends(steps=4), ends(steps=4)], "rank 0 takes 4 optimizer step(s), expected 3. In which of them does nobody"),
+    ([ends(), ends(weights=(float("nan"),))], "rank 1 takes 3 steps, and its weights are not those of one process"),
+    ([ends(returned="None"), ends()], "the mean loss that rank 0 returns should be a number, and is 'None'"),
+    ([ends(), ends(returned=2.5)], "the mean loss that rank 1 returns is 2.5, expected 2. The 20 samples of both"),
+], prepare="two_ranks_end")  # fmt: skip
+
+
+# --- 1.3: DDP divides before it adds ----------------------------------------------------------------------------------
+
+LARGE_GRADIENTS = Call("""
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from shared import distributed
+
+worker = distributed.join()
+model = nn.Linear(1, 1, bias=False)
+DistributedDataParallel(model)(torch.full((1, 1), 3e38)).sum().backward()
+total = distributed.global_sum(torch.tensor(3e38))
+print(model.weight.grad.item(), (total / 2).item())
+distributed.leave()
+""")
+
+
+def test_ddp_divides_before_it_adds_so_large_gradients_do_not_overflow(on_two_ranks):
+    ended = on_two_ranks[LARGE_GRADIENTS].ended
+    machinery.expect_success(ended.exit_code, ended.errors)
+    for printed in ended.printed:
+        by_ddp, by_hand = map(float, printed.split())
+        assert 2.9e38 < by_ddp < 3.1e38 and by_hand == float("inf")
 
 
 # --- 1.4a: three ports to diagnose ------------------------------------------------------------------------------------

@@ -40,14 +40,15 @@ def launched(tmp_path_factory):
     script, log = folder / "bad_image.py", folder / "resumed_run_losses.json"
     lines = script_of(RAY_DATA, "bad_image.py").splitlines(True)
     script.write_text("".join(line for line in lines if not line.startswith("raise NotImpl")))
+    really_run_scripts = machinery.run_scripts
 
     def run_scripts(commands, nproc, **options):
-        (*ended, resumed) = machinery.run_scripts([*commands, [record_resumed_runs.__file__, log]], nproc, **options)
+        (*ended, resumed) = really_run_scripts([*commands, [record_resumed_runs.__file__, log]], nproc, **options)
         machinery.expect_success(resumed.exit_code, resumed.errors)
         return ended
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(AssertionError) as refused:
-        patch.setattr(chapter_2, "run_scripts", run_scripts)
+        patch.setattr(machinery, "run_scripts", run_scripts)
         checks.exercise_2_3b(script, strict=True)
     return str(refused.value), log
 
