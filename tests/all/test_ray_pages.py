@@ -10,9 +10,11 @@ import ray.data
 import ray.train
 from ray._common.ray_option_utils import task_options
 from ray.data.checkpoint import CheckpointConfig
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.nccl_ras import NCCLRASCallback, RASReport
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from runs import Fork
 
@@ -77,6 +79,18 @@ def test_an_asynchronous_upload(checkpoints):
     place = {event: number for number, event in enumerate(events)}
     assert place["epoch-4 returned"] < place["epoch-3 is stored"] < place["epoch-4 begins"]
     assert place["epoch-5 is stored"] < place["epoch-5 returned"]  # synchronously it is the other way round
+
+
+def test_a_start_that_fails_is_repeated_without_a_limit():
+    """A worker that dies in a start, or no room for it; the death at the hand-over of the function ends the run."""
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=0))
+
+    def decision(failure: Exception) -> str:
+        return policy.make_decision(ray.train.ControllerError(failure)).value
+
+    for failure in (WorkerGroupStartupFailedError("a worker died"), WorkerGroupStartupTimeoutError(2)):
+        assert {decision(failure) for _ in range(100)} == {"RETRY"}
+    assert decision(RayActorError()) == "RAISE"
 
 
 def test_the_detector_of_nccl_hangs(monkeypatch):
