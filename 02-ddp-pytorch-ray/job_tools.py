@@ -7,16 +7,18 @@ import math
 import os
 import shutil
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import psutil
-from matplotlib.axes import Axes
 
 from shared import plots
 
 PATIENCE_S = 600
+WINDOW = 40  # steps
 
 
 class Job:
@@ -26,16 +28,24 @@ class Job:
     line of metrics to FOLDER/NAME.jsonl. An earlier run of this name is deleted.
 
     command: the program and its options, without those that name the run and its files.
+    pauses: steps after which the ranks wait to be killed, once each (see pause_after.py). Rank 0 then notes all its
+    steps in FOLDER/NAME.steps.
     environment: variables in addition to those of this process.
     """
 
-    def __init__(self, name: str, command: Sequence[str], folder: Path, **environment: str) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], folder: Path, pauses: Sequence[int] = (), **environment: str
+    ) -> None:
         self.folder, self.log, self.metrics_file = folder / name, folder / f"{name}.log", folder / f"{name}.jsonl"
+        self.notes = folder / f"{name}.steps"
+        for file in (self.log, self.metrics_file, *folder.glob(f"{name}.steps*")):
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if pauses:
+            pausing = [str(Path(__file__).with_name("pause_after.py")), str(self.notes), ",".join(map(str, pauses))]
+            command = [sys.executable, *pausing, *command[1:]]
         names = ["--run-name", name, "--storage-path", str(folder), "--metrics-out", str(self.metrics_file)]
         self.command, self.environment = [*command, *names], {**os.environ, **environment}
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.log.unlink(missing_ok=True)
-        self.metrics_file.unlink(missing_ok=True)
 
     def start(self, *options: str) -> None:
         """Start the command, with further options."""
@@ -51,15 +61,26 @@ class Job:
         """Wait for the end of the job. Raises AssertionError with its output if it fails."""
         assert self.process.wait(timeout=PATIENCE_S) == 0, self.log.read_text()[-3000:]
 
-    def wait_for_epoch(self, epoch: int) -> None:
-        """Wait until the job has finished this epoch.
+    def wait_for_pause(self, step: int, num_ranks: int = 2) -> None:
+        """Wait until all ranks pause after this step. Raises AssertionError with the output if the job has ended."""
+        self._wait_until(lambda: all(Path(f"{self.notes}-{step}-{rank}").exists() for rank in range(num_ranks)))
 
-        Raises AssertionError with the job's output if the job has ended, or is already an epoch ahead.
-        """
+    def wait_for_workers(self, number: int) -> None:
+        """Wait until this many sets of workers have done a step. Raises AssertionError if the job has ended."""
+        self._wait_until(lambda: len(self.steps()) >= number)
+
+    def _wait_until(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
-        while len(self.metrics()) < epoch and self.process.poll() is None and time.monotonic() < deadline:
+        while not happened():
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
             time.sleep(0.05)
-        assert len(self.metrics()) == epoch and self.process.poll() is None, self.log.read_text()[-3000:]
+
+    def steps(self) -> list[list[tuple[int, float]]]:
+        """Return (step, rank 0's share of its loss) of each step so far, in a list for each process that was rank 0."""
+        text = self.notes.read_text().rpartition("\n")[0]  # without a line that is being written
+        lines = [json.loads(line) for line in text.splitlines()]
+        by_process = itertools.groupby(lines, key=lambda line: line[0])
+        return [[(step, loss) for _, step, loss in group] for _, group in by_process]
 
     def metrics(self) -> list[dict]:
         """Return the metrics of the epochs so far, without the speed, which differs from run to run."""
@@ -93,36 +114,40 @@ def wait_until_no_workers() -> None:
     assert not train_workers()
 
 
-def draw_two_kills(undisturbed: Sequence[float], killed: Sequence[float], resumed_after: Sequence[int]) -> Axes:
-    """Draw the losses of both runs, the killed one in a different color for each set of workers.
+def draw_two_kills(
+    undisturbed: Sequence[float], killed: Sequence[float], computed: Sequence[Sequence[tuple[int, float]]]
+) -> None:
+    """Draw which steps each set of workers has computed, and next to it the losses that both runs have on record.
 
-    Each point is the mean of 40 steps.
-    resumed_after: the steps after which the second and the third set of workers have continued.
+    computed: what `Job.steps` returns.
     """
-    axes = plots.new_axes("", "step", "cross entropy, mean of 40 steps", size=(6, 3.8))
-    axes.set_title("Three sets of workers, one curve", loc="left", fontsize=14)
-    axes.plot(*mean_losses(undisturbed), color="#c9c9c9", linewidth=9, label="undisturbed, under torchrun")
-    ends = [0, *resumed_after, len(killed)]
-    for number, (start, end) in enumerate(itertools.pairwise(ends)):
-        label = ("first", "second", "third")[number] + " workers, on Ray"
-        steps, means = mean_losses(killed)
-        inside = [position for position, step in enumerate(steps) if start <= step <= end]
-        axes.plot(
-            [steps[position] for position in inside], [means[position] for position in inside],
-            color=plots.COLORS[number], linewidth=2.5, marker="o", markersize=5, label=label,
-        )  # fmt: skip
-    for step, who in zip(resumed_after, ("worker", "driver"), strict=True):
-        axes.axvline(step, color="black", linestyle=":", linewidth=1.5)
-        axes.annotate(f" {who} killed:\n back to {step}", (step, 0.42), xycoords=("data", "axes fraction"), fontsize=11)
-    axes.set_ylim(bottom=0)
-    axes.xaxis.label.set_fontsize(12)
-    axes.yaxis.label.set_fontsize(12)
-    axes.tick_params(labelsize=12)
-    axes.legend(framealpha=1, edgecolor="none", fontsize=12)
-    return axes
+    _, (left, right) = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
+    sets = [[step for step, _ in steps] for steps in computed]
+    right.plot(*mean_losses(undisturbed), color="#c9c9c9", linewidth=9, label="undisturbed, torchrun")
+    ends, means = mean_losses(killed)
+    before = 0  # steps computed by the sets before this one
+    for number, (steps, following) in enumerate(itertools.zip_longest(sets, sets[1:])):
+        style = {"color": plots.COLORS[number], "linewidth": 2.5, "label": f"workers {number + 1}"}
+        left.plot(range(before + 1, before + len(steps) + 1), steps, **style)
+        before += len(steps)
+        kept = following[0] - 1 if following else steps[-1]
+        if following:
+            left.plot([before, before + 1], [steps[-1], following[0]], color="black", linestyle=":")
+            left.text(before - 15, steps[-1] + 10, f"{steps[-1] - kept} steps lost", ha="right", fontsize=11)
+        inside = [place for place, end in enumerate(ends) if steps[0] - 1 <= end <= kept]
+        right.plot([ends[place] for place in inside], [means[place] for place in inside], marker="o", **style)
+    left.set_title("Computed", loc="left", fontsize=14)
+    left.set(xlabel="steps that rank 0 has computed", ylabel="number of the step")
+    right.set_title("On record", loc="left", fontsize=14)
+    right.set(xlabel="number of the step", ylabel=f"cross entropy, mean of {WINDOW} steps")
+    for axes, corner in ((left, "lower right"), (right, "upper right")):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.25)
+        axes.set_ylim(bottom=0)
+        axes.legend(framealpha=1, edgecolor="none", loc=corner)
 
 
-def mean_losses(losses: Sequence[float], window: int = 40) -> tuple[list[int], list[float]]:
-    """Return (last steps, means) of the losses in windows of this many steps."""
-    ends = [min((number + 1) * window, len(losses)) for number in range(math.ceil(len(losses) / window))]
-    return ends, [sum(losses[number * window : end]) / (end - number * window) for number, end in enumerate(ends)]
+def mean_losses(losses: Sequence[float]) -> tuple[list[int], list[float]]:
+    """Return (last steps, means) of the losses in windows of WINDOW steps."""
+    ends = [min((number + 1) * WINDOW, len(losses)) for number in range(math.ceil(len(losses) / WINDOW))]
+    return ends, [sum(losses[number * WINDOW : end]) / (end - number * WINDOW) for number, end in enumerate(ends)]

@@ -29,7 +29,6 @@ from checks.chapter_2 import (  # noqa: F401
     exercise_2_3b,
     exercise_2_4a,
     exercise_2_4b,
-    exercise_2_4c,
     exercise_2_5a,
 )
 from checks.chapter_3 import (  # noqa: F401

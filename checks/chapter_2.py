@@ -1,9 +1,7 @@
 """The exercise checks of chapter 2: the same training on Ray."""
 
-import contextlib
 import json
 import math
-import pickle
 import re
 import tempfile
 from collections.abc import Callable
@@ -24,7 +22,6 @@ from checks.machinery import (
     run_script,
     run_train_epoch,
 )
-from shared import models
 
 # --- Lesson 2.1: Ray Train -------------------------------------------------------------------------------------------
 
@@ -391,71 +388,6 @@ def judge_resume(exit_code: int, errors: str, killed: bool, logs: dict[str, list
                 else "The steps before it are right. What changes an update that late?"
             )  # fmt: skip
             raise Wrong(f"after the kill, the loss of step {step} is wrong {where}. {hint}")
-
-
-@exercise("2.4c", "a file that fits is loaded, and any other is refused.")
-def exercise_2_4c(load_weights: Callable[[torch.nn.Module, str], torch.nn.Module]) -> None:
-    """load_weights(model, path) -> the model with the weights of a file from the bare model or its DDP wrapper."""
-
-    def mlp() -> torch.nn.Module:
-        return models.MLP(input_dim=64, hidden_dim=8, dropout=0.5)
-
-    with tempfile.TemporaryDirectory() as folder:
-        path, part = f"{folder}/model.pt", "a part called `module`"
-        for make, what in (
-            (mlp, "an MLP"),
-            (lambda: torch.nn.ModuleDict({"module": mlp(), "head": torch.nn.Linear(10, 2)}), f"a model with {part}"),
-            (lambda: torch.nn.ModuleDict({"module": mlp()}), f"a model with {part} and no other"),
-        ):
-            trained = make()
-            for prefix, saved in (("", "the bare model"), ("module.", "its DDP wrapper")):
-                torch.save({prefix + name: value for name, value in trained.state_dict().items()}, path)
-                fresh = make()
-                try:
-                    loaded = load_weights(fresh, path)
-                except NotImplementedError:  # which is a RuntimeError too
-                    raise
-                except (RuntimeError, TypeError) as error:
-                    line = str(error).splitlines()[-1].strip()
-                    hint = ". Some functions change their argument and return None" if "None" in line else ""
-                    raise Wrong(f"for {what}, saved from {saved}, it raises: {line}{hint}") from None
-                if not isinstance(loaded, torch.nn.Module):
-                    raise Wrong(f"return the model; yours returns {type(loaded).__name__}")
-                state = loaded.state_dict()
-                if any(not torch.equal(state[name], value) for name, value in trained.state_dict().items()):
-                    raise Wrong(
-                        f"for {what}, saved from {saved}, the model does not have the weights of the file. Which names "
-                        "did not match?"
-                    )
-                if loaded.training:
-                    raise Wrong("the model is in training mode, where dropout drops neurons: call eval()")
-        torch.save(torch.nn.Linear(3, 3).state_dict(), path)
-        try:
-            load_weights(models.MLP(input_dim=64, hidden_dim=8), path)
-        except (RuntimeError, ValueError, KeyError):
-            pass
-        else:
-            raise Wrong(
-                "the file of a different model loads without an error: which names were missing, and what should have "
-                "reported them?"
-            )
-        witness = Path(folder, "witness")
-        with open(path, "wb") as file:
-            pickle.dump(Intruder(str(witness)), file, protocol=2)
-        with contextlib.suppress(Exception):
-            load_weights(models.MLP(input_dim=64, hidden_dim=8), path)
-        if witness.exists():
-            raise Wrong("the file ran code in your process while you read it: load it with weights_only=True")
-
-
-class Intruder:
-    """What an attacker puts into a pickle file: reading it opens `path` for writing."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple:
-        return open, (self.path, "w")
 
 
 # --- Lesson 2.5: port a script ---------------------------------------------------------------------------------------

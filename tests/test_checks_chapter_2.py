@@ -537,47 +537,6 @@ test_2_4b = judge(checks.exercise_2_4b, [{}], [
 ], prepare="resumed")  # fmt: skip
 
 
-# --- 2.4c: a file of weights -----------------------------------------------------------------------------------------
-
-
-def load_weights(model, path, weights_only=True, strict=True, strip=str.removeprefix, ready=True):
-    state = torch.load(path, map_location="cpu", weights_only=weights_only)
-    if state.keys() != model.state_dict().keys():
-        state = {strip(name, "module."): value for name, value in state.items()}
-    model.load_state_dict(state, strict=strict)
-    return model.eval() if ready else model
-
-
-def strip_all(model, path):
-    state = torch.load(path)
-    model.load_state_dict({name.removeprefix("module."): value for name, value in state.items()})
-    return model.eval()
-
-
-def strip_if_all(model, path):
-    state = torch.load(path)
-    if all(name.startswith("module.") for name in state):
-        state = {name.removeprefix("module."): value for name, value in state.items()}
-    model.load_state_dict(state)
-    return model.eval()
-
-
-test_2_4c = judge(checks.exercise_2_4c, [load_weights], [
-    (stub, "not done yet"),
-    (lambda m, p: load_weights(m, p, strip=lambda name, _: name), "saved from its DDP wrapper, it raises"),
-    (lambda m, p: load_weights(m, p, strict=False, strip=lambda name, _: name), "Which names did not match?"),
-    (lambda m, p: load_weights(m, p, strict=False), "loads without an error"),
-    (lambda m, p: load_weights(m, p, strip=lambda name, part: name.replace(part, "")), "a part called `module`"),
-    # These two look at the file alone, and take a bare model's part called `module` for a wrapper.
-    (strip_all, "`module`, saved from the bare model, it raises"),
-    (strip_if_all, "`module` and no other, saved from the bare model, it raises"),
-    (lambda m, p: load_weights(m, p, ready=False), "call eval()"),
-    (lambda m, p: load_weights(m, p, weights_only=False), "weights_only=True"),
-    (lambda m, p: load_weights(m, p) and None, "return the model"),
-    (lambda m, p: m.load_state_dict(None), "Some functions change their argument and return None"),
-])  # fmt: skip
-
-
 # --- 2.5a: a port -----------------------------------------------------------------------------------------------------
 
 LOSSES = [2.0, 1.5, 1.25, 1.125]

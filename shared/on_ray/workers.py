@@ -144,9 +144,10 @@ def fit(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
 def fit_until_done(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[dict]:
     """Call `trainer.fit()` until it returns, at most MAX_FIT_ATTEMPTS times.
 
-    Ray Train replaces a worker that dies while it trains, as often as `max_failures` says. Two other deaths end `fit`
-    in ray 2.60: that of a worker at the moment when it is handed the training function, and that of Ray's controller.
-    Nothing is wrong with the run then, and it continues from its newest checkpoint.
+    Ray Train replaces a worker that dies while it trains, as often as `max_failures` says. It repeats a start in which
+    a worker dies, or for which there is no room, without a limit. Two other deaths end `fit` in ray 2.60: that of a
+    worker at the moment when it is handed the training function, after the start, and that of Ray's controller. Nothing
+    is wrong with the run then, and it continues from its newest checkpoint.
     """
     for attempt in range(1, MAX_FIT_ATTEMPTS + 1):
         try:
@@ -167,7 +168,7 @@ def fit_until_done(trainer: TorchTrainer, run: RayRun, driver: Worker) -> list[d
 
 
 def remove_leftover_placement_groups() -> None:
-    """Free the CPUs and GPUs that a worker group of this job still holds after it died while starting."""
+    """Free the CPUs and GPUs that a worker group of this job still holds when `fit` has ended with an error."""
     job = ray.get_runtime_context().get_job_id()
     for name, group in ray.util.placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":  # a group's name ends with its job's ID

@@ -1,6 +1,6 @@
-"""The script $DIES_SCRIPT on Ray, one of whose workers dies while Ray Train starts it; then the file $DIES_LOG exists.
+"""The script $DIES_SCRIPT on Ray, one of whose workers dies when it gets the training function; then $DIES_LOG exists.
 
-The run that the workers get holds something that kills the first worker which unpickles it.
+The run that comes with the function holds something that kills the first worker which unpickles it.
 """
 
 import os

@@ -10,13 +10,16 @@ import ray.data
 import ray.train
 from ray._common.ray_option_utils import task_options
 from ray.data.checkpoint import CheckpointConfig
+from ray.exceptions import RayActorError
 from ray.train import FailureConfig
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.callbacks.nccl_ras import NCCLRASCallback, RASReport
+from ray.train.v2._internal.exceptions import WorkerGroupStartupFailedError, WorkerGroupStartupTimeoutError
 from ray.train.v2._internal.execution.failure_handling.default import DefaultFailurePolicy
 from runs import Fork
 
 ASYNC_VALIDATION = Path(__file__).with_name("async_validation_from_readme.py")
+CHECKPOINTS = Path(__file__).with_name("checkpoints_in_storage.py")
 
 pytestmark = pytest.mark.usefixtures("no_ray")
 
@@ -35,6 +38,59 @@ def test_validation_in_a_task_of_its_own(on_cluster, tmp_path):
     assert third["val_loss"] < first["val_loss"] < 2 and len(list(tmp_path.glob("runs/*/checkpoint_2*"))) == 3
     assert found["timeout"] == [{}, "VALIDATION_TIMEOUT"] and found["dead"] == "WorkerCrashedError"
     assert task_options["max_retries"].default_value == 3 and "validation: [Alpha]" in ray.train.report.__doc__
+
+
+@pytest.fixture(scope="module")
+def checkpoints(ray_cluster, tmp_path_factory) -> dict:
+    """What checkpoints_in_storage.py has found: for each of its two runs the events, and what is left."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", ray_cluster)
+        patch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")
+        run = Fork(0, folder, folder / "found.json", script=CHECKPOINTS, trains=False)
+        assert run.finish() == 0, run.text
+    return json.loads((folder / "found.json").read_text())
+
+
+def in_storage(events: list[str]) -> list[int]:
+    """How many checkpoints were in the storage after each upload."""
+    return [int(event.split()[-3]) for event in events if "is stored" in event]
+
+
+def test_the_disk_that_checkpoints_need(checkpoints):
+    """K + 2 with a score, for K = 2; K + 1 without, for K = 1, and more if the reports are not collected in time."""
+    assert in_storage(checkpoints["scored"]["events"]) == [1, 2, 3, 3, 3, 4]
+    assert checkpoints["scored"]["left"] == ["epoch-2", "epoch-4", "epoch-6"]
+    *_, last = after_the_kill = in_storage(checkpoints["orphan"]["events"])
+    assert after_the_kill[:2] == [1, 2] and last - 1 == 3  # the orphan is counted too
+
+
+def test_a_report_that_is_not_collected_leaves_an_orphan(checkpoints):
+    """Its checkpoint is stored whole when the worker dies. The next worker gets the one before, and it stays."""
+    events = checkpoints["orphan"]["events"]
+    second = events.index("starts with epoch-1")
+    assert events[0] == "starts with None" and events[second - 1] == "epoch-2 returned"
+    assert checkpoints["orphan"]["left"] == ["epoch-2", "epoch-6"]
+
+
+def test_an_asynchronous_upload(checkpoints):
+    """Two reports return before their uploads end, and one thread uploads, one checkpoint after the other."""
+    events = [event.partition(",")[0] for event in checkpoints["orphan"]["events"]]
+    place = {event: number for number, event in enumerate(events)}
+    assert place["epoch-4 returned"] < place["epoch-3 is stored"] < place["epoch-4 begins"]
+    assert place["epoch-5 is stored"] < place["epoch-5 returned"]  # synchronously it is the other way round
+
+
+def test_a_start_that_fails_is_repeated_without_a_limit():
+    """A worker that dies in a start, or no room for it; the death at the hand-over of the function ends the run."""
+    policy = DefaultFailurePolicy(FailureConfig(max_failures=0))
+
+    def decision(failure: Exception) -> str:
+        return policy.make_decision(ray.train.ControllerError(failure)).value
+
+    for failure in (WorkerGroupStartupFailedError("a worker died"), WorkerGroupStartupTimeoutError(2)):
+        assert {decision(failure) for _ in range(100)} == {"RETRY"}
+    assert decision(RayActorError()) == "RAISE"
 
 
 def test_the_detector_of_nccl_hangs(monkeypatch):

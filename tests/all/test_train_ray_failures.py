@@ -29,7 +29,7 @@ def test_four_workers(on_cluster, one_process, small_mnist, tmp_path):
 
 
 def test_what_ray_train_does_not_replace(one_process, on_cluster, small_mnist, tmp_path, monkeypatch):
-    """A worker that dies while it is started, then Ray's controller; with the data in the default folder, ./data.
+    """A worker that dies when it gets the training function, then Ray's controller; the data are in the default ./data.
 
     Neither leaves a trace: the losses are those on record for two workers, and equal torchrun's bit for bit. (Of six
     epochs, so that there is time to kill the controller.)
