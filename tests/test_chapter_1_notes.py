@@ -55,32 +55,37 @@ def test_the_first_loss_is_above_ln_10_because_of_the_size_of_the_scores():
 
 
 def first_losses(
-    name: str, steps: int, dtype: torch.dtype = torch.float32, warm_up: bool = False, change: float = 0.0
+    name: str, steps: int, dtype: torch.dtype = torch.float32, lr: float = 1e-3, filled: int = 0, change: float = 0.0
 ) -> list[float]:
-    """The losses of the first steps with Adam. change: of each initial weight, relative to it."""
+    """The losses of the first steps with Adam.
+
+    filled: how many batches fill Adam's averages first, at a rate of 0. change: of each initial weight, relative to it.
+    """
     images, labels = datasets.load("digits").train.tensors
     distributed.seed_everything(7)
     model, images = models.build(name, (1, 8, 8), 10).to(dtype), images.to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1 + change * torch.randn_like(parameter))
-    optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-3), []
+    optimizer, losses = torch.optim.Adam(model.parameters(), lr=lr), []
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(7))
-    for step, part in enumerate(order.split(64)[:steps], start=1):
-        if warm_up:
-            optimizer.param_groups[0]["lr"] = 1e-5 * step
+    batches = order.split(64)
+    for number, part in enumerate(batches[len(batches) - filled :] + batches[:steps]):
+        optimizer.param_groups[0]["lr"] = 0.0 if number < filled else lr
         loss = F.cross_entropy(model(images[part]), labels[part])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    return losses
+    return losses[filled:]
 
 
-def test_the_jump_of_the_first_steps_is_gone_with_warm_up():
-    at_once, slowly = (first_losses("resnet18", steps=6, warm_up=warm_up) for warm_up in (False, True))
-    assert max(at_once) > at_once[0] + 0.5
-    assert max(slowly) < slowly[0] + 0.1 and slowly[-1] < slowly[0]
+def test_the_jump_of_the_first_steps_is_smaller_with_filled_averages_and_gone_at_a_tenth_of_the_rate():
+    young, filled = (first_losses("resnet18", steps=2, filled=filled) for filled in (0, 4))
+    small_steps = first_losses("resnet18", steps=4, lr=1e-4)  # with averages as young as those of `young`
+    assert young[0] == filled[0] == small_steps[0]
+    assert young[1] - 0.3 > filled[1] > filled[0] + 0.4
+    assert max(small_steps) == small_steps[0]
 
 
 def test_training_amplifies_a_tiny_difference_in_float64_too():
