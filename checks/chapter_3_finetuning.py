@@ -59,39 +59,51 @@ def exercise_3_6a(script: str | Path) -> None:
     judge_train_step(reports_of_ranks("gradient_accumulation", 3, str(script), question=question))
 
 
-@exercise("3.6b", "the assistant learns its own words, and where each of its turns ends.")
-def exercise_3_6b(make_targets: Callable[[list[int]], list[int]]) -> None:
-    """make_targets(tokens) -> for each token but the last: the next one if the assistant writes it, otherwise -100."""
-    user, assistant, system, end, no = 0, 1, 2, 3, -100
-    short = [user, 10, 11, end, assistant, 20, 21, end]
-    for what, tokens, expected, hint in (
-        ("one question and one answer", short, [no, no, no, no, 20, 21, end],
-         "An entry belongs to a token, and holds the next one. Which token comes before the answer's first word?"),
-        ("an answer that was cut off", short[:7], [no, no, no, no, 20, 21], "There is no END to learn here."),
-        ("two answers", [*short, user, 12, end, assistant, 22, end],
-         [no, no, no, no, 20, 21, end, no, no, no, no, 22, end], "Both answers count, and no END of the user."),
-        ("a conversation that ends with the user", [*short, user, 12, 13, end],
-         [no, no, no, no, 20, 21, end, no, no, no, no], "Nothing of the last turn counts."),
-        ("a system message first", [system, 30, 31, end, *short], [no] * 8 + [20, 21, end],
-         "The assistant writes neither the system's words nor the user's."),
-        ("no answer", [user, 10, 11, end], [no, no, no], "Without an answer, nothing counts."),
-        ("an empty answer", [user, 10, end, assistant, end], [no, no, no, end],
-         "The assistant ends its turn at once, and that is worth learning."),
-        ("a request for an answer at the end", [user, 10, end, assistant], [no, no, no],
-         "The template writes the role's token, not the assistant."),
-    ):  # fmt: skip
-        seen = make_targets(list(tokens))
-        seen = seen.tolist() if hasattr(seen, "tolist") else seen
-        if not isinstance(seen, list | tuple) or len(seen) != len(expected):
-            length = len(seen) if isinstance(seen, list | tuple) else repr(seen)
+def judge_parts(reports: list[dict]) -> None:
+    """Raise Wrong for the first promise of export_in_parts that a rank's report breaks."""
+    first = reports[0]
+    if first["lacks later"]:
+        written = ", ".join(first["written"][:3]) or "nothing"
+        raise Wrong(f"{first['lacks later']} is missing in the folder. It holds {written}")
+    for key, what in (("lost", "is in no file"), ("surplus", "is in a file, but is none of named_parameters()")):
+        if first[key]:
+            raise Wrong(f"{first[key][0]} {what}")
+    if first["twice"]:
+        raise Wrong(f"{first['twice']} tensors are in more than one file. What does rank 0 forget after a file?")
+    if first["wrong"]:
+        name, seen, expected = first["wrong"][0]
+        what = f"has the shape {seen}, and the whole tensor has {expected}" if seen != expected else "has other values"
+        raise Wrong(f"{name} {what} in the file. Are these whole tensors, or a rank's slices?")
+    if first["misplaced"]:
+        raise Wrong(f"{first['misplaced'][0]} is not in the file that the index names")
+    if first["too large"]:
+        file, size = first["too large"][0]
+        raise Wrong(f"{file} holds {size:,} bytes of tensors, and max_bytes is {first['max_bytes']:,}")
+    if first["num_files"] > 2 * first["fewest"]:
+        raise Wrong(f"you write {first['num_files']} files, and {first['fewest']} would hold everything. Fill them")
+    for rank, report in enumerate(reports):
+        if report["peak"] > report["limit"]:
+            whole = " and the whole model" * (report["peak"] >= report["slices"] + report["whole"])
             raise Wrong(
-                f"for {len(tokens)} tokens return a list of {len(expected)} targets, one for each token but the last; "
-                f"yours: {length}"
+                f"the folder is right, but rank {rank}'s tensors take up to {report['peak']:,} bytes, and the limit is "
+                f"{report['limit']:,}: its slices{whole} are among them. Which whole tensors are alive at once?"
             )
-        if list(seen) != expected:
-            if list(seen[:6]) == expected[:6] and expected[6:7] == [end] != list(seen[6:7]):
-                hint = "The assistant writes its END as well, and has to learn it."
-            raise Wrong(f"{what}: for tokens {tokens} you return {list(seen)}, expected {expected}. {hint}")
+    for rank, report in enumerate(reports):
+        if report["lacks"]:
+            raise Wrong(
+                f"when the function returns on rank {rank}, {report['lacks']} is still missing. Who waits for rank 0?"
+            )
+    if "load_error" in first or first["apart"] > 0:
+        problem = first.get("load_error") or f"logits that are off by {first['apart']:.2g}"
+        raise Wrong(f"plain transformers cannot use the folder: {problem}")
+
+
+@exercise("3.6b", "rank 0 wrote the whole model, in parts, and no rank ever held it.")
+def exercise_3_6b(script: str | Path) -> None:
+    """A file with export_in_parts(model, folder, max_bytes), for a sharded Llama on two ranks."""
+    refuse_stub(script)
+    question = "Which ranks call full_tensor(), and for which tensors? It is a collective."
+    judge_parts(reports_of_ranks("export_in_parts", 2, str(script), question=question))
 
 
 # --- Lesson 3.7: LoRA on shards --------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import re
 import zlib
 from collections.abc import Callable
 from functools import cache, partial
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -721,31 +720,119 @@ WRONG_3_6A = {
 test_3_6a = judge_launched(checks.exercise_3_6a, 3, "gradient_accumulation", HEAD_3_6A, {"right": STEP}, WRONG_3_6A)
 
 
-# --- 3.6b: which tokens of a conversation count -----------------------------------------------------------------------
+# --- 3.6b: a folder in parts, on two ranks ----------------------------------------------------------------------------
+
+HEAD_3_6B = "import json\n\nimport torch.distributed as dist\nfrom safetensors.torch import save_file\n\n\n"
+PARTS = """
+def export_in_parts(model, folder, max_bytes):
+    part, weight_map, total_size = {}, {}, 0
+
+    def write_part():
+        file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map.update(dict.fromkeys(part, file))
+        part.clear()
+
+    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().full_tensor()
+        if dist.get_rank() == 0:
+            if part and sum(each.nbytes for each in part.values()) + tensor.nbytes > max_bytes:
+                write_part()
+            part[name] = tensor
+            total_size += tensor.nbytes
+    if dist.get_rank() == 0:
+        write_part()
+        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    dist.barrier()
+"""
+SPLIT = """            if part and sum(each.nbytes for each in part.values()) + tensor.nbytes > max_bytes:
+                write_part()
+"""
+GATHER_ALL = """    whole = {name: each.detach().full_tensor() for name, each in model.named_parameters()}
+    for name, tensor in whole.items():
+"""
+CHANGES_3_6B = {  # (old, new) pairs, and the message
+    "gathers all first": (
+        ("""    for name, parameter in model.named_parameters():
+        tensor = parameter.detach().full_tensor()
+""", GATHER_ALL),
+        r"the folder is right, but rank 0's tensors take up to [\d,]+ bytes, .* its slices and the whole model are",
+    ),
+    "only rank 0 gathers": (
+        ("        tensor = parameter.detach().full_tensor()\n        if dist.get_rank() == 0:\n",
+         "        if dist.get_rank() == 0:\n            tensor = parameter.detach().full_tensor()\n"),
+        "one rank called a collective that another rank never reached. Which ranks call full_tensor",
+    ),
+    "own slices": (("full_tensor()", "to_local().clone()"),
+                   r"has the shape \[48, 64\], and the whole tensor has \[96, 64\]"),
+    "keeps a file's tensors": (("        part.clear()\n", ""),
+                               "tensors are in more than one file. What does rank 0 forget"),
+    "state_dict": (("model.named_parameters()", "model.state_dict().items()", "parameter.detach()", "parameter"),
+                   r"lm_head.weight is in a file, but is none of named_parameters\(\)"),
+    "no index": (('        (folder / "model.safetensors.index.json").write_text(json.dumps(index))\n', ""),
+                 "model.safetensors.index.json is missing in the folder. It holds model-00001.safetensors"),
+    "one large file": ((SPLIT, ""), r"model-00001.safetensors holds [\d,]+ bytes of tensors, and max_bytes is"),
+    "one tensor per file": ((SPLIT, "            if part:\n                write_part()\n"),
+                            r"you write 56 files, and \d would hold everything. Fill them"),
+    "does not wait": (("    dist.barrier()\n", ""),
+                      "when the function returns on rank 1, model.* is still missing. Who waits"),
+    "index of one file": ((': weight_map}', ': dict.fromkeys(weight_map, "model-00001.safetensors")}'),
+                          "is not in the file that the index names"),
+}  # fmt: skip
 
 
-def make_targets(begins=(1,), ends=(3,), shift=1, keep_end=True):
-    def answer(tokens):
-        targets, its_turn = [], False
-        for token, following in pairwise(tokens):
-            its_turn = token in begins or (its_turn and token not in ends)
-            targets.append(following if its_turn and (keep_end or following not in ends) else -100)
-        return targets if shift else [-100, *targets]
-
-    return answer
+def changed(text: str, *pairs: str) -> str:
+    """Replace the first of each pair of strings, which is in `text` once, by the second."""
+    for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    return text
 
 
-test_3_6b = judge(checks.exercise_3_6b, [make_targets()], [
-    (stub, "not done yet"),
-    (make_targets(shift=0), "for 8 tokens return a list of 7 targets, one for each token but the last; yours: 8"),
-    (lambda tokens: None, "for 8 tokens return a list of 7 targets, one for each token but the last; yours: None"),
-    (make_targets(keep_end=False), "The assistant writes its END as well, and has to learn it."),
-    (make_targets(begins=(1, 2)), "a system message first: "),
-    (make_targets(ends=()), "two answers: "),
-    (lambda tokens: tokens[1:], "Which token comes before the answer's first word?"),
-    (lambda tokens: [*make_targets()(tokens)[1:], -100], "Which token comes before the answer's first word?"),
-    (lambda tokens: [-100] * tokens.index(1) + tokens[tokens.index(1) + 1 :], "two answers: "),
-])  # fmt: skip
+test_3_6b = judge_launched(
+    checks.exercise_3_6b, 2, "export_in_parts", HEAD_3_6B, {"right": PARTS},
+    {name: (changed(PARTS, *pairs), because) for name, (pairs, because) in CHANGES_3_6B.items()},
+)  # fmt: skip
+
+COPIES = """
+import json, sys, tracemalloc
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.fsdp import fully_shard
+
+from shared import distributed
+
+worker, folder, shares = distributed.join(), Path(sys.argv[1]), []
+for rows in (512, 8 * 512):
+    model = nn.Sequential(nn.Linear(512, rows, bias=False), *[nn.Linear(512, 512, bias=False) for _ in range(7)])
+    weights = sum(weight.nbytes for weight in model.parameters())
+    for part in (*model, model):
+        fully_shard(part)
+    tracemalloc.reset_peak() if tracemalloc.is_tracing() else tracemalloc.start()
+    before, _ = tracemalloc.get_traced_memory()
+    writer = HuggingFaceStorageWriter(str(folder / str(rows)), save_distributed=True, enable_consolidation=True)
+    dcp.save(dict(model.named_parameters()), storage_writer=writer)
+    shares.append((tracemalloc.get_traced_memory()[1] - before) / weights)
+(folder / f"{worker.rank}.json").write_text(json.dumps(shares))
+distributed.leave()
+"""
+CALLS[2]["the writer's bytes"] = CALLS[3]["the writer's bytes"] = Call(COPIES)
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_3_6_the_writer_copies_a_ranks_slices_into_bytes(launched, nproc):
+    """The bytes are in no tensor, so PeakMemory does not count them. tracemalloc does."""
+    call = launched(nproc)["the writer's bytes"]
+    machinery.expect_success(call.ended.exit_code, call.ended.errors)
+    for rank in range(nproc):
+        equal_sizes, one_large = json.loads((call.folder / f"{rank}.json").read_text())
+        assert equal_sizes == pytest.approx(1 / nproc, rel=0.1)
+        large = 8 / 15  # of the weights: rank 0 joins this tensor, and holds it and a rank's slice of it
+        assert one_large == pytest.approx(1 / nproc if rank else large * (1 + 1 / nproc), rel=0.1)
 
 
 # --- 3.7a: the adapter out of the shards, on two ranks ----------------------------------------------------------------
@@ -921,6 +1008,7 @@ STUBS = {
     checks.exercise_3_4b: STUB_PORT,
     checks.exercise_3_5a: SHARD + "    raise NotImplementedError\n",
     checks.exercise_3_6a: HEAD_3_6A + "    raise NotImplementedError\n",
+    checks.exercise_3_6b: HEAD_3_6B + "def export_in_parts(model, folder, max_bytes):\n    raise NotImplementedError\n",
     checks.exercise_3_7a: HEAD_3_7A + "    raise NotImplementedError\n",
     checks.exercise_3_8a: "def first_fault(port, reference, worker):\n    raise NotImplementedError\n",
 }
