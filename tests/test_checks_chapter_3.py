@@ -831,8 +831,8 @@ def test_3_6_the_writer_copies_a_ranks_slices_into_bytes(launched, nproc):
     for rank in range(nproc):
         equal_sizes, one_large = json.loads((call.folder / f"{rank}.json").read_text())
         assert equal_sizes == pytest.approx(1 / nproc, rel=0.1)
-        large = 8 / 15  # of the weights: rank 0 joins this tensor, and holds it and a rank's slice of it
-        assert one_large == pytest.approx(1 / nproc if rank else large * (1 + 1 / nproc), rel=0.1)
+        large = 8 / 15  # of the weights: while rank 0 joins this tensor, it also holds two ranks' slices of it
+        assert one_large == pytest.approx(1 / nproc if rank else large * (1 + 2 / nproc), rel=0.1)
 
 
 # --- 3.7a: the adapter out of the shards, on two ranks ----------------------------------------------------------------
