@@ -1,6 +1,6 @@
 """Draw the figures of lessons 3.6 and 3.7."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -46,4 +46,32 @@ def lora(outputs: int, inputs: int, rank: int) -> Axes:
     axes.text(inputs + gap / 2, outputs / 2, "+", ha="center", va="center", fontsize=FONT + 6)
     axes.set(xlim=(-10, 2 * inputs + 2.4 * gap), ylim=(outputs + 110, -10), aspect="equal")
     axes.axis("off")
+    return axes
+
+
+def stacked(rows: Mapping[str, Mapping[str, float]], title: str) -> Axes:
+    """Draw one horizontal bar per row, of parts given in bytes, labelled with the sum in MB."""
+    axes = plots.new_axes("", size=(6, 1 + 0.45 * len(rows)))
+    left = dict.fromkeys(rows, 0.0)
+    for part in next(iter(rows.values())):
+        widths = {name: parts[part] / 1e6 for name, parts in rows.items()}
+        drawn = axes.barh(list(rows), list(widths.values()), left=list(left.values()), height=0.62, label=part)
+        left = {name: left[name] + width for name, width in widths.items()}
+    axes.bar_label(drawn, labels=[f"{total:.2f}" for total in left.values()], padding=4, fontsize=FONT)
+    axes.figure.suptitle(title, x=0.02, ha="left", fontsize=FONT)
+    axes.figure.legend(frameon=False, ncols=3, loc="outside lower center", fontsize=FONT - 1)
+    axes.invert_yaxis()
+    axes.grid(visible=False)
+    axes.margins(x=0.12)
+    return axes
+
+
+def learning(curves: Mapping[str, Mapping[int, float]], title: str, log: bool = False) -> Axes:
+    """Draw one line per run: a number measured after some steps, against the step."""
+    axes = plots.new_axes(title, "step", size=(6, 3))
+    for (name, points), style in zip(curves.items(), ("o-", "s--", "^:"), strict=False):
+        axes.plot(list(points), list(points.values()), style, label=name)
+    if log:
+        axes.set_yscale("log")
+    axes.legend(frameon=False, fontsize=FONT - 1)
     return axes

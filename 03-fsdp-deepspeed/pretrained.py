@@ -367,9 +367,12 @@ def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker) -> No
             except OSError as error:
                 raise ValueError(f"cannot write to --export {folder}: {error.strerror}. {EXPORT_AGAIN}") from error
     if args.merge:
-        share = merge(model, stored)
+        share, error = merge(model, stored)
         if worker.rank == 0:
-            worker.log(f"merged; rounding left {share:.1%} of the adapted weights as they were")
+            worker.log(
+                f"merged; rounding left {share:.1%} of the adapted weights as they were, and its error is "
+                f"{error:.2g} of the update"
+            )
     try:
         if args.lora_rank and not args.merge:
             write_adapter(model, base, partial, worker)
@@ -441,19 +444,25 @@ def copy_files(base: Path, folder: Path, but: Sequence[str] = ()) -> None:
 
 
 @torch.no_grad()
-def merge(model: peft.PeftModel, stored: dict) -> float:
+def merge(model: peft.PeftModel, stored: dict) -> tuple[float, float]:
     """Add the adapters to the base's weights, at least in float32, on shards. Collective.
 
-    Returns the share of the adapted weights that stay as they were once they are rounded to their type in the folder.
+    Each sum is then rounded to the weight's type in the folder. Returns the share of the adapted weights that stay as
+    they were, and the error of the rounding relative to the update: norm over norm, over all adapted weights.
     stored: from `weight_files`.
     """
-    unchanged, total = 0, 0
+    sums, total = [], 0  # of each module: weights left as they were, squares of the errors and of the update
     for name, module in decoder(model).named_modules():
         if isinstance(module, LoraLayer):
             weight, (_, dtype) = module.get_base_layer().weight, stored[f"{name}.weight"]
             precise = torch.promote_types(weight.dtype, torch.float32)
-            merged = weight.to(precise) + module.get_delta_weight("default").to(precise)
-            unchanged += (merged.to(dtype) == weight.to(dtype)).to_local().sum()
+            update = module.get_delta_weight("default").to(precise).redistribute(placements=weight.placements)
+            merged = weight.to(precise) + update
+            rounded = merged.to(dtype)
+            unchanged = (rounded == weight.to(dtype)).to_local().sum()
+            error, length = ((part.to_local().double() ** 2).sum() for part in (rounded.to(precise) - merged, update))
+            sums.append(torch.stack([unchanged, error, length]))
             total += weight.numel()
-            module.get_base_layer().weight = nn.Parameter(merged.to(dtype), requires_grad=False)
-    return global_sum(unchanged).item() / total
+            module.get_base_layer().weight = nn.Parameter(rounded, requires_grad=False)
+    unchanged, error, length = global_sum(torch.stack(sums).sum(dim=0)).tolist()
+    return unchanged / total, (error / length) ** 0.5 if length else 0.0

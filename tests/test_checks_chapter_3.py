@@ -835,46 +835,67 @@ def test_3_6_the_writer_copies_a_ranks_slices_into_bytes(launched, nproc):
         assert one_large == pytest.approx(1 / nproc if rank else large * (1 + 2 / nproc), rel=0.1)
 
 
-# --- 3.7a: the adapter out of the shards, on two ranks ----------------------------------------------------------------
+# --- 3.7a: how much of a frozen base is whole on each rank, on two ranks ----------------------------------------------
 
-HEAD_3_7A = "import peft\nimport torch.distributed as dist\n\n\ndef adapter_weights(model):\n"
-GATHER = """
-    weights = {}
-    for name, weight in peft.get_peft_model_state_dict(model, save_embedding_layers=False).items():
-        whole = weight.full_tensor()
-        if dist.get_rank() == 0:
-            weights[name] = whole
-    return weights
+HEAD_3_7A = """
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+
+def shard(model):
+    base = model.get_base_model()
+    layers, frozen = base.model.layers, {each for each in model.parameters() if not each.requires_grad}
 """
-OF_ALL = "peft.get_peft_model_state_dict(model, save_embedding_layers=False).items()"
+LAYERS_3_7A = "    for number, layer in enumerate(layers):\n        fully_shard(layer, {})\n"
+BASE_3_7A = "    fully_shard(base)\n"
+WHOLE_IF = LAYERS_3_7A.format("ignored_params=frozen if {} else None")
+LAST_THREE_WHOLE = WHOLE_IF.format("number >= 3") + BASE_3_7A
+ROOT_SHARDS_LAST_THREE = """
+    for layer in layers[:3]:
+        fully_shard(layer)
+    fully_shard(base, ignored_params=frozen & set(layers[3:].parameters()))
+"""
+RIGHT_3_7A = {
+    "the last three whole": LAST_THREE_WHOLE,
+    "the first three and the root whole": WHOLE_IF.format("number < 3")
+    + BASE_3_7A.replace(")", ", ignored_params=frozen)"),
+    "the last three in the root's group": ROOT_SHARDS_LAST_THREE,
+}
 WRONG_3_7A = {
-    "own rows": (f"    return {{name: weight.to_local() for name, weight in {OF_ALL}}}\n",
-                 "peft cannot load what rank 0 returns: .* Are these whole tensors, or a rank's rows"),
-    "DTensors": (f"    return dict({OF_ALL}) if dist.get_rank() == 0 else {{}}\n", "rank 0 returns DTensors"),
-    "kept everywhere": (f"    return {{name: weight.full_tensor() for name, weight in {OF_ALL}}}\n",
-                        "rank 1 keeps 28 tensors as well: return an empty dict there"),
-    "only rank 0 gathers": (
-        f"    if dist.get_rank() > 0:\n        return {{}}\n"
-        f"    return {{name: weight.full_tensor() for name, weight in {OF_ALL}}}\n",
-        "one rank called a collective that another rank never reached. Which ranks call full_tensor",
+    "all sharded": (
+        LAYERS_3_7A.format("") + BASE_3_7A,
+        r"holds 1\.04 MB when the forward pass ends, and sends 1\.71 MB. It may send 1\.00 MB. Most of that is frozen",
     ),
-    "gathers the base": (
-        GATHER.replace("    weights = {}", "    whole = {n: p.full_tensor() for n, p in model.named_parameters()}\n"
-                       "    weights = {}"),
-        r"it works, but it gathers [\d,]+ bytes, and the adapter has [\d,]+. What else do you gather",
+    "all sharded, all kept": (
+        LAYERS_3_7A.format("reshard_after_forward=False") + BASE_3_7A,
+        r"holds 2\.65 MB .* sends 0\.91 MB. It may hold 1\.50 MB. Gathered weights of some blocks are still there",
     ),
-    "names of the model": (
-        GATHER.replace(OF_ALL, "model.named_parameters()").replace("        whole", "        if 'lora_' not in name:\n"
-                                                                   "            continue\n        whole", 1),
-        r"the names are not those that peft stores: .*lora_A.default.weight is no tensor of the adapter",
+    "three kept": (
+        LAYERS_3_7A.format("reshard_after_forward=number < 3") + BASE_3_7A,
+        r"holds 1\.85 MB .* sends 1\.31 MB. It may hold .* Gathered weights of some blocks are still there",
     ),
-    "only A": (GATHER.replace(OF_ALL, f"[(n, w) for n, w in {OF_ALL} if 'lora_A' in n]"),
-               r"the names are not those that peft stores: .*lora_B.weight is missing"),
-    "nothing": ("    return {}\n", "rank 0 returns nothing: return the whole adapter there"),
-    "None on rank 1": (GATHER.replace("    return weights", "    return weights or None"),
-                       "rank 1 returns an object of type NoneType: return a dict on every rank"),
+    "DDP": (
+        "    return DistributedDataParallel(model)\n",
+        r"holds 1\.95 MB .* sends 0\.14 MB. It may hold 1\.50 MB. Nothing is sharded, so the base is whole",
+    ),
+    "the whole base whole": (
+        WHOLE_IF.format("True") + BASE_3_7A.replace(")", ", ignored_params=frozen)"),
+        r"holds 1\.75 MB .* It may hold .* too much of the base is whole on each rank",
+    ),
+    "two whole": (WHOLE_IF.format("number < 2") + BASE_3_7A, r"sends 1\.22 MB. It may send .* how many, and which"),
+    "four whole": (WHOLE_IF.format("number < 4") + BASE_3_7A, r"holds 1\.53 MB .* too much of the base is whole"),
+    "only the root whole": (
+        LAYERS_3_7A.format("") + BASE_3_7A.replace(")", ", ignored_params=frozen)"),
+        r"holds 1\.01 MB .* sends 1\.68 MB. It may send",
+    ),
+    "adapters whole too": (
+        LAST_THREE_WHOLE.replace("frozen if", "set(layer.parameters()) if"),
+        r"42 of 84 tensors of the adapters have a gradient that is not that of one process, for example .*lora_A",
+    ),
+    "layers without the base": (WHOLE_IF.format("number >= 3").replace("enumerate(layers)", "enumerate(layers[:3])"),
+        "42 of 84 tensors of the adapters have a gradient that is not that of one process"),
 }  # fmt: skip
-test_3_7a = judge_launched(checks.exercise_3_7a, 2, "gathered_adapter", HEAD_3_7A, {"right": GATHER}, WRONG_3_7A)
+test_3_7a = judge_launched(checks.exercise_3_7a, 2, "sharded_adapters", HEAD_3_7A, RIGHT_3_7A, WRONG_3_7A)
 
 
 # --- 3.7b: why an adapter gives nothing -------------------------------------------------------------------------------

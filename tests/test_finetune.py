@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from finetune import (
     FINETUNE,
@@ -313,6 +314,52 @@ def test_a_merged_export_is_base_and_adapter_in_one(exported):
     assert last_metrics(adapter)["step_losses"] == last_metrics(merged)["step_losses"]
     both, merged = load_exported(adapter, adapter=True)[0], load_exported(merged)[0]
     assert torch.allclose(both(input_ids=tokens).logits, merged(input_ids=tokens).logits, rtol=0, atol=1e-5)
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_merge_says_how_much_of_the_update_its_rounding_takes(base, one_rank):
+    """On one shard; two ranks and the line that is printed: all/test_finetune_architectures.py."""
+    import peft
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    import pretrained
+
+    def merge(size: float, dtype: torch.dtype) -> tuple[tuple[float, float], tuple[float, float]]:
+        """What merge() says, and the same by plain tensors, for adapters whose B has elements of this size."""
+        inner = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16).float()  # what bfloat16 can hold
+        model = peft.get_peft_model(inner, peft.LoraConfig(r=2, target_modules="all-linear"))
+        torch.manual_seed(0)
+        for name, each in model.named_parameters():
+            if "lora_B" in name:
+                torch.nn.init.normal_(each, std=size) if size else torch.nn.init.zeros_(each)
+        modules = {name: each for name, each in inner.named_modules() if hasattr(each, "lora_A")}
+        before = {name: each.get_base_layer().weight.detach().clone() for name, each in modules.items()}
+        updates = {name: each.get_delta_weight("default").detach() for name, each in modules.items()}
+        fully_shard(inner)
+        said = pretrained.merge(model, {f"{name}.weight": ([], dtype) for name in modules})
+        after = {name: each.get_base_layer().weight.full_tensor() for name, each in modules.items()}
+        assert {each.dtype for each in after.values()} == {dtype}
+        as_before = torch.cat([(after[name] == before[name].to(dtype)).flatten() for name in modules])
+        errors = torch.cat([(after[name].float() - before[name] - updates[name]).flatten() for name in modules])
+        length = torch.cat([each.flatten() for each in updates.values()]).norm()
+        return said, (as_before.float().mean().item(), (errors.norm() / length).item())
+
+    seen = []
+    for size in (1e-1, 1e-3, 1e-5):
+        said, expected = merge(size, torch.bfloat16)
+        assert said == pytest.approx(expected, rel=1e-3)
+        seen.append(said)
+    shares, errors = zip(*seen, strict=True)
+    assert list(shares) == sorted(shares) and errors[0] < 0.1 and errors[2] > 0.5
+    assert merge(1e-2, torch.float32)[0][1] < 1e-4
+    assert merge(0, torch.bfloat16)[0] == (1, 0)  # an adapter that was never trained
 
 
 def test_evaluations_and_answers_change_nothing_that_training_draws(exported):
