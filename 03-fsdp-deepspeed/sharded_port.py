@@ -51,7 +51,7 @@ class Port(NamedTuple):
 
     load(base, worker): returns the sharded model, in float64, with the weights of the folder `base`.
     train_step(model, tokens, targets, worker): takes a step of gradient descent on the rank's own rows. It returns the
-        mean loss over the answer tokens of all ranks, and leaves the gradient in `.grad`.
+        mean loss over the answer tokens of all ranks, and leaves the gradient in `.grad`, as a DTensor.
     export(model, base, folder, worker): writes the model to `folder` in float32. Rank 0 is the last to finish.
     """
 
@@ -150,7 +150,7 @@ def one_process(base: Path, tokens: torch.Tensor, targets: torch.Tensor) -> Refe
 
 
 def mask_prompts(tokens: torch.Tensor) -> torch.Tensor:
-    """Return the targets of the rows of `tokens`, of which the first ones, of different lengths, are the prompt's."""
+    """Return the targets of four rows. The first ones of each row, of different lengths, belong to its prompt."""
     targets = tokens[:, 1:].clone()
     for row, prompt in zip(targets, (2, 13, 4, 11), strict=True):
         row[:prompt] = NO_TARGET
