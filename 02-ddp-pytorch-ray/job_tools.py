@@ -127,7 +127,7 @@ def draw_two_kills(
     ends, means = mean_losses(killed)
     before = 0  # steps computed by the sets before this one
     for number, (steps, following) in enumerate(itertools.zip_longest(sets, sets[1:])):
-        style = {"color": plots.COLORS[number], "linewidth": 2.5, "label": f"workers {number + 1}"}
+        style = {"color": plots.COLORS[number], "linewidth": 2.5, "label": f"set {number + 1} of the workers"}
         left.plot(range(before + 1, before + len(steps) + 1), steps, **style)
         before += len(steps)
         kept = following[0] - 1 if following else steps[-1]

@@ -58,7 +58,7 @@ class HeldBackWriter(dcp.FileSystemWriter):
 
 
 class KilledWriter(dcp.FileSystemWriter):
-    """A writer that kills the process of rank 1 when rank 0 has written its slices, and rank 1 none of its own.
+    """A writer that kills rank 1's process after rank 0 has written its slices and before rank 1 writes any.
 
     rank: this process's rank.
     """
