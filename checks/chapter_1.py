@@ -260,7 +260,7 @@ def exercise_1_3a(diagnose: Callable[[], dict[str, str]]) -> None:
 def judge_my_ddp(seen: list[list[dict]]) -> None:
     """Raise Wrong unless all gradients are means on each rank in each step, and were summed in the background."""
     hints = {
-        "the sum": "Divide by the world size after `wait()`. Before it the tensor belongs to the all-reduce.",
+        "the sum": "Divide by the world size after `wait()`. Until then the tensor belongs to the all-reduce.",
         "this rank's own": "Does each `.grad` go to an all-reduce, and does `finish` wait for each of them? A hook "
         "that uses the loop's variable sees its last value in every call: PyTorch passes the parameter to the hook.",
         "half of this rank's own": "You divided a gradient whose sum had not arrived.",

@@ -18,6 +18,7 @@ import psutil
 from shared.rendezvous import free_port
 
 ABORTED = "terminate called without an active exception"  # see shared.distributed.leave
+MISMATCHED = "op.preamble.length <= op.nbytes"  # gloo's words for a message that is longer than expected
 
 
 class Wrong(Exception):
@@ -215,4 +216,7 @@ def expect_success(exit_code: int, errors: str) -> None:
         if ABORTED in errors and all("ChildFailedError" in line for line in lines):
             leave = "End it with `distributed.leave()`."
             raise Wrong(f"the script did its work, but one rank aborted while it exited. {leave}")
+        if MISMATCHED in errors:
+            question = "Does every rank call the same collectives, equally often?"
+            raise Wrong(f"the ranks were in different collectives, whose sizes do not match. {question}")
         raise Wrong(f"the script failed: {lines[0].strip() if lines else errors.strip()[-300:]}")

@@ -102,6 +102,12 @@ def test_run_scripts_tells_a_stub_from_a_mistake_and_ends_the_partner_of_a_faile
     assert ended["partner"].printed == ["", ""]
 
 
+def test_gloos_words_for_a_message_that_is_too_long_are_explained():
+    said = "what():  [enforce fail at pair.cc:464] op.preamble.length <= op.nbytes. 1304 vs 4"
+    with pytest.raises(machinery.Wrong, match="the ranks were in different collectives, whose sizes do not match"):
+        machinery.expect_success(1, said)
+
+
 def test_run_scripts_returns_the_exit_code_of_a_script_that_calls_sys_exit(ended):
     assert (ended["exit"].exit_code, ended["exit"].errors) == (3, "")
 
