@@ -1,6 +1,6 @@
 """Run a script that loses a rank, and return what its ranks printed: the helpers of lesson 3.3.
 
-As a script: train as train_ray_fsdp2.py does, and kill worker 1 while it uploads its first checkpoint of step 6.
+As a script: train as train_ray_fsdp2.py does, and kill worker 1 just before it uploads its slices of step 6, once.
 """
 
 import json
@@ -14,7 +14,7 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-STEP = 6  # the checkpoint of which worker 1 uploads nothing
+STEP = 6  # worker 1 dies before it uploads anything of this step's checkpoint
 
 
 def torchrun(log: Path, script: str, *words: str) -> list[str]:
@@ -60,7 +60,7 @@ def _own_lines(printed: str) -> list[str]:
 
 
 def main() -> None:
-    """Run the training script with a `train` in which worker 1 dies."""
+    """Run the training script, with `train` replaced by one in which worker 1 dies."""
     import train_ray_fsdp2
 
     from shared.running import script

@@ -51,7 +51,7 @@ def held_out() -> torch.Tensor:
 def gather(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """Return whole copies of weights, moments and step counts, and the logits of `held_out`. Collective if sharded.
 
-    Only a proof needs this. A real model may be too large for one rank's memory.
+    Only this lesson's comparisons need it. A real model may be too large for one rank's memory.
     """
     gathered = {}
     for name, parameter in model.named_parameters():
