@@ -79,8 +79,12 @@ def judge_parts(reports: list[dict]) -> None:
     if first["too large"]:
         file, size = first["too large"][0]
         raise Wrong(f"{file} holds {size:,} bytes of tensors, and max_bytes is {first['max_bytes']:,}")
-    if first["num_files"] > 2 * first["fewest"]:
-        raise Wrong(f"you write {first['num_files']} files, and {first['fewest']} would hold everything. Fill them")
+    if first["early"]:
+        file, name, size = first["early"]
+        raise Wrong(
+            f"{file} begins with {name}, which fits the file before: that one holds only {size:,} of "
+            f"{first['max_bytes']:,} bytes"
+        )
     for rank, report in enumerate(reports):
         if report["peak"] > report["limit"]:
             whole = " and the whole model" * (report["peak"] >= report["slices"] + report["whole"])
@@ -144,10 +148,13 @@ def judge_sharded_adapters(reports: list[dict]) -> None:
 
 
 @exercise("3.7a", "the base is whole where there is room, the rest is sharded, and every adapter learns from all rows.")
-def exercise_3_7a(script: str | Path) -> None:
+def exercise_3_7a(script: str | Path) -> str:
     """A file with shard(model), for a PeftModel on two ranks."""
     refuse_stub(script)
-    judge_sharded_adapters(reports_of_ranks("sharded_adapters", 2, str(script)))
+    reports = reports_of_ranks("sharded_adapters", 2, str(script))
+    judge_sharded_adapters(reports)
+    held, sent = (max(report[key] for report in reports) / 1e6 for key in ("held", "sent"))
+    return f"A rank holds {held:.2f} MB when the forward pass ends, and sends {sent:.2f} MB."
 
 
 def plant_adapters(

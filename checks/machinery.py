@@ -26,13 +26,16 @@ class Wrong(Exception):
 
 
 def exercise(number: str, praise: str) -> Callable:
-    """Make a check of a function that raises Wrong, or the stub's NotImplementedError, for an answer not yet right."""
+    """Make a check of a function that raises Wrong, or the stub's NotImplementedError, for an answer not yet right.
+
+    What it returns for a right answer, if anything, is printed after `praise`.
+    """
 
     def decorate(check: Callable) -> Callable:
         @functools.wraps(check)
         def run(answer, *, strict: bool = False) -> bool:
             try:
-                check(answer)
+                details = check(answer)
             except NotImplementedError:
                 problem = "not done yet: replace `raise NotImplementedError` above and run both cells again"
             except Wrong as error:
@@ -40,7 +43,7 @@ def exercise(number: str, praise: str) -> Callable:
             except Exception as error:  # the learner's own code may raise anything
                 problem = f"your code raised {type(error).__name__}: {error}"
             else:
-                print(f"[OK] Exercise {number}: {praise}")
+                print(f"[OK] Exercise {number}: {praise}" + (f" {details}" if details else ""))
                 return True
             if strict:
                 raise AssertionError(f"Exercise {number}: {problem}")

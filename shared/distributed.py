@@ -135,9 +135,9 @@ def leave() -> None:
     """Leave the process group, if there is one. Call it last in a script.
 
     If a process group or a DistributedDataParallel is still alive while Python tears down its modules, torch 2.15 with
-    gloo sometimes aborts the process ("terminate called without an active exception"). So the objects in the script's
-    own module are released earlier, while Python still runs normally. There they are if a script has no function
-    `main`, as most short ones: nobody else knows their names, and so the whole module is cleared.
+    gloo sometimes aborts the process ("terminate called without an active exception"). So the names in the
+    script's own module are cleared earlier, while Python still runs normally. In a short script, without a function
+    `main`, these objects are among them.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

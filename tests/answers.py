@@ -1,9 +1,11 @@
 """How the tests of the exercises' checks (test_checks_chapter_N.py) run their tables of right and wrong answers."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -111,3 +113,72 @@ def replay(monkeypatch, call: Call, launched: Launched) -> Path:
 
     monkeypatch.setattr(machinery, "run_script", run_script)
     return launched.answer
+
+
+class OnRanks:
+    """The answers of a file of tests that ranks run: one launch for each number of ranks, after its imports.
+
+    The file takes the fixtures with `launched, run_before = ON_RANKS.fixtures()`.
+    """
+
+    def __init__(self, imported: Mapping[int, Sequence[str]]) -> None:
+        self.imported, self.calls = imported, {nproc: {} for nproc in imported}
+
+    def fixtures(self) -> tuple[Callable, Callable]:
+        @pytest.fixture(scope="module")
+        def launched(tmp_path_factory) -> Callable[[int], dict[object, Launched]]:
+            """Returns a function that runs all calls for so many ranks, once."""
+
+            @cache
+            def launch(nproc):
+                with pytest.MonkeyPatch.context() as patch:
+                    patch.setenv("HF_HUB_OFFLINE", "1")
+                    patch.setenv("DS_ACCELERATOR", "cpu")
+                    folder = tmp_path_factory.mktemp("launched")
+                    return launch_together(folder, nproc, self.calls[nproc], self.imported[nproc])
+
+            return launch
+
+        @pytest.fixture
+        def run_before(launched, monkeypatch):
+            """Returns a function that lets the check of an answer find what its ranks have done already."""
+
+            def prepare(answer):
+                nproc, key = answer
+                return replay(monkeypatch, self.calls[nproc][key], launched(nproc)[key])
+
+            return prepare
+
+        return launched, run_before
+
+    def judge(
+        self, check: Callable, nproc: int, probe: str, head: str, right: dict[str, str],
+        wrong: dict[object, tuple[str, str]],
+    ) -> Callable:  # fmt: skip
+        """Make a test of a check for answers, by name, that `nproc` ranks run: each is `head` and what follows it.
+
+        wrong: with a pattern that is found in the message.
+        """
+        bodies = right | {name: body for name, (body, _) in wrong.items()}
+        assert len(set(bodies.values())) == len(bodies)
+        keys = {name: (check.__name__, name) for name in bodies}
+        self.calls[nproc] |= {keys[name]: Call(head + body, machinery.probe(probe)) for name, body in bodies.items()}
+        rejected = {name: ((nproc, keys[name]), re.compile(because)) for name, (_, because) in wrong.items()}
+        return judge(check, [(nproc, keys[name]) for name in right], rejected, prepare="run_before")
+
+
+def printed(call: Launched) -> str:
+    """What rank 0 has printed."""
+    machinery.expect_success(call.ended.exit_code, call.ended.errors)
+    return call.ended.printed[0]
+
+
+def cell(notebook: Path, identity: str) -> str:
+    """The source of the notebook's cell with this id."""
+    (found,) = (each for each in json.loads(notebook.read_text())["cells"] if each["id"] == identity)
+    return "".join(found["source"])
+
+
+def written(notebook: Path, identity: str) -> str:
+    """What a %%writefile cell writes."""
+    return cell(notebook, identity).partition("\n")[2] + "\n"

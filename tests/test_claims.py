@@ -48,7 +48,7 @@ def missing_from_tests(claim: dict[str, str], file: str, source: str) -> str | N
         if isinstance(node, ast.FunctionDef) and node.name == claim["test"]:
             off = SWITCHED_OFF.search(" ".join(map(ast.unparse, node.decorator_list)))
             return f"{file}::{node.name} is marked {off[1]}" if off else None
-        if isinstance(node, ast.Assign) and re.match(rf"{claim['test']} = judge\w*\(", ast.unparse(node)):
+        if isinstance(node, ast.Assign) and re.match(rf"{claim['test']} = (ON_RANKS\.)?judge\(", ast.unparse(node)):
             return None
     return f"{file} has no test {claim['test']}"
 

@@ -67,6 +67,20 @@ def read(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
     return tensors
 
 
+def begins_early(
+    expected: dict[str, torch.Tensor], weight_map: dict[str, str], max_bytes: int
+) -> tuple[str, str, int] | None:
+    """Return the first file that begins with a tensor that fits the file before, this tensor, and the bytes before."""
+    file, size = None, 0
+    for name, tensor in expected.items():
+        if weight_map.get(name) != file:
+            if file is not None and size + tensor.nbytes <= max_bytes:
+                return weight_map.get(name), name, size
+            file, size = weight_map.get(name), 0
+        size += tensor.nbytes
+    return None
+
+
 def describe(folder: Path, plain: torch.nn.Module, max_bytes: int) -> dict:
     """Return what rank 0 reports of the folder, of which nothing is missing."""
     files, expected = read(folder), dict(plain.named_parameters())
@@ -84,7 +98,7 @@ def describe(folder: Path, plain: torch.nn.Module, max_bytes: int) -> dict:
         "twice": len(found) - len(names), "wrong": wrong,
         "misplaced": sorted(name for file, name, _ in found if weight_map.get(name) != file),
         "too large": [[file, size] for file, size in sizes.items() if size > max_bytes],
-        "num_files": len(files), "fewest": -(-sum(sizes.values()) // max_bytes), "max_bytes": max_bytes,
+        "early": begins_early(expected, weight_map, max_bytes), "max_bytes": max_bytes,
     }  # fmt: skip
     if not any(report[key] for key in ("lost", "surplus", "twice", "wrong", "misplaced")):
         plain.config.save_pretrained(folder)
