@@ -127,7 +127,8 @@ def draw_two_kills(
     ends, means = mean_losses(killed)
     before = 0  # steps computed by the sets before this one
     for number, (steps, following) in enumerate(itertools.zip_longest(sets, sets[1:])):
-        style = {"color": plots.COLORS[number], "linewidth": 2.5, "label": f"set {number + 1} of the workers"}
+        label = f"{('first', 'second', 'third')[number]} set of workers"
+        style = {"color": plots.COLORS[number], "linewidth": 2.5, "label": label}
         left.plot(range(before + 1, before + len(steps) + 1), steps, **style)
         before += len(steps)
         kept = following[0] - 1 if following else steps[-1]
@@ -137,9 +138,9 @@ def draw_two_kills(
         inside = [place for place, end in enumerate(ends) if steps[0] - 1 <= end <= kept]
         right.plot([ends[place] for place in inside], [means[place] for place in inside], marker="o", **style)
     left.set_title("Computed", loc="left", fontsize=14)
-    left.set(xlabel="steps that rank 0 has computed", ylabel="number of the step")
+    left.set(xlabel="steps that rank 0 has computed", ylabel="step")
     right.set_title("On record", loc="left", fontsize=14)
-    right.set(xlabel="number of the step", ylabel=f"cross entropy, mean of {WINDOW} steps")
+    right.set(xlabel="step", ylabel=f"cross entropy, mean of {WINDOW} steps")
     for axes, corner in ((left, "lower right"), (right, "upper right")):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", alpha=0.25)

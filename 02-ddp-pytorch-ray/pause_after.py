@@ -1,4 +1,4 @@
-"""Run a training script, note each step of rank 0, and wait after some steps to be killed: a helper of lesson 2.4.
+"""Run a training script, note each step of rank 0, and after chosen steps wait to be killed, for lesson 2.4.
 
     python pause_after.py NOTES STEPS SCRIPT OPTIONS...
 
