@@ -50,7 +50,7 @@ def lora(outputs: int, inputs: int, rank: int) -> Axes:
 
 
 def stacked(rows: Mapping[str, Mapping[str, float]], title: str) -> Axes:
-    """Draw one horizontal bar per row, of parts given in bytes, labelled with the sum in MB."""
+    """Draw one horizontal bar per row, of parts given in bytes, labeled with the sum in MB."""
     axes = plots.new_axes("", size=(6, 1 + 0.45 * len(rows)))
     left = dict.fromkeys(rows, 0.0)
     for part in next(iter(rows.values())):
