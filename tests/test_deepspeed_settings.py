@@ -204,7 +204,7 @@ def test_what_is_no_settings_file_is_refused(text, words, tmp_path):
     ({"activation_checkpointing": True}, "DeepSpeed refuses it"),
     ({"communication_data_type": "fp8"}, "DeepSpeed refuses it: Invalid communication_data_type"),
     ({"gradient_cliping": 1.0}, "DeepSpeed has no setting gradient_cliping: did you mean gradient_clipping?"),
-    ({"zero_optimization": {"stage": 3}}, "did you mean zero_optimization?"),
+    ({"zero_optimisation": {"stage": 3}}, "did you mean zero_optimization?"),
     ({"batch_size": 64}, "did you mean train_batch_size?"),
     ({"FP16": {"enabled": True}}, "did you mean fp16?"),
     ({"optimizer": {"params": {"max_grad_norm": 1.0}}}, "DeepSpeed clips by gradient_clipping"),
