@@ -122,13 +122,38 @@ def test_counts_sums_and_squares_of_two_ranks_give_the_batch_norm_of_the_whole_b
     assert torch.allclose(scaled, F.batch_norm(x, None, None, training=True), rtol=0, atol=1e-12)
 
 
-def test_sync_batch_norm_refuses_to_run_on_a_cpu():
-    layer = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm2d(4))
+@pytest.fixture
+def one_rank():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        with pytest.raises(ValueError, match="GPU"):
-            torch.nn.parallel.DistributedDataParallel(layer)
-        with pytest.raises(ValueError, match="GPU"):
-            layer(torch.randn(2, 4, 6, 6))
-    finally:
-        torch.distributed.destroy_process_group()
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_sync_batch_norm_refuses_to_run_on_a_cpu(one_rank):
+    layer = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm2d(4))
+    with pytest.raises(ValueError, match="GPU"):
+        torch.nn.parallel.DistributedDataParallel(layer)
+    with pytest.raises(ValueError, match="GPU"):
+        layer(torch.randn(2, 4, 6, 6))
+
+
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_ddp_regroups_its_buckets_after_the_first_step_unless_it_looks_for_unused_parameters(one_rank, find_unused):
+    ddp_model = torch.nn.parallel.DistributedDataParallel(
+        models.resnet18(), bucket_cap_mb=5, find_unused_parameters=find_unused
+    )
+    buckets = []
+
+    def count(state: None, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        buckets.append(bucket.buffer())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    ddp_model.register_comm_hook(None, count)
+    seen = []
+    for _ in range(2):
+        buckets.clear()
+        ddp_model(torch.zeros(2, 1, 8, 8)).sum().backward()
+        seen.append(len(buckets))
+    assert (seen[0] == seen[1] > 1) if find_unused else (seen == [1, 6])

@@ -132,7 +132,7 @@ memory.start(model)
 export_in_parts(model, folder, max_bytes)
 lacks = missing(folder)
 report = {
-    "peak": memory.stop(), "limit": slices + max_bytes + 2 * max(sizes), "slices": slices, "largest": max(sizes),
+    "peak": memory.stop(), "limit": slices + max_bytes + 2 * max(sizes), "slices": slices,
     "whole": sum(sizes), "lacks": lacks,
 }  # fmt: skip
 distributed.wait_for_all()
