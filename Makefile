@@ -23,7 +23,7 @@ else ifeq ($(HAS),)
 NEW_VENV := has no Python that runs
 else ifneq ($(filter 2.% 3.0 3.1 3.2 3.3 3.4 3.5 3.6 3.7 3.8 3.9 3.10,$(HAS)),)
 NEW_VENV := has Python $(HAS), and the workshop needs 3.11 or newer
-else ifneq ($(shell grep -sLF '$(CURDIR)/$(BIN)/python' $(BIN)/jupyter),)
+else ifneq ($(shell grep -sLF "$$(pwd -P)/$(BIN)/python" $(BIN)/jupyter),)
 NEW_VENV := was made in a different folder
 else ifneq ($(origin PYTHON),file)
 ifneq ($(call version,$(PYTHON)),$(HAS))
@@ -33,6 +33,9 @@ endif
 
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PYTHONWARNINGS ?= ignore::FutureWarning
+# Settings that put packages elsewhere than into .venv.
+export PIP_USER := 0
+unexport PIP_TARGET PIP_PREFIX PIP_ROOT
 FIRST_LESSON := 01-ddp-pytorch-only/01_one_process.ipynb
 # JupyterLab asks every newcomer whether it may fetch news; in a room without a network it cannot.
 LAB_SETTINGS := {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": false}}
@@ -113,7 +116,7 @@ book: .venv/installed-dev
 		&& tar xzf "$$(npm pack --silent $(notdir $(MERMAID)))" --strip-components 2 package/dist/mermaid.min.js && rm -- *.tgz; \
 	else echo "npm is missing: diagrams stay text"; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going -c book -d $(BOOK)/doctrees \
-		-D outputs=$(BOOK)/outputs $(if $(shell command -v npm),-D mermaid=$(CURDIR)/$(MERMAID)) $(BOOK)/source $(BOOK)/html
+		-D outputs=$(BOOK)/outputs $(if $(shell command -v npm),-D mermaid="$$(pwd -P)/$(MERMAID)") $(BOOK)/source $(BOOK)/html
 	$(BIN)/python book/pages.py $(BOOK)/html
 
 book-check:

@@ -87,7 +87,8 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while True:
-            self.look()
+            with contextlib.suppress(KeyError):  # a test has taken psutil away
+                self.look()
             time.sleep(1)
 
 

@@ -1,26 +1,36 @@
 """Check that this machine is ready: `python -m shared.doctor` prints [OK], or [FAIL] with the fix."""
 
+import contextlib
 import importlib
 import os
 import platform
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 
 from shared import paths
 from shared.errors import UsageError
 
-REQUIREMENTS = Path(__file__).parents[1] / "requirements.txt"
+ROOT = Path(__file__).parents[1]
+REQUIREMENTS = ROOT / "requirements.txt"
 CGROUP = Path("/sys/fs/cgroup")  # holds a container's limits on Linux
 PYTHON = Path(sys.executable).name
 FIX_PACKAGES = f"{PYTHON} -m pip install -r requirements.txt"
-# Missing after a pull, if the workshop was installed before `checks` existed. Found from anywhere, not by the folder.
-FIND_CHECKS = "import importlib.util, sys; sys.exit(importlib.util.find_spec('checks') is None)"
+# Where a script finds the workshop's packages. `checks` is missing after a pull, if the workshop was installed before
+# it existed. Asked from elsewhere, because Python finds what lies in the folder that it was started in.
+FIND_OURS = """
+from importlib.util import find_spec
+print(*(spec and spec.origin for spec in map(find_spec, ("shared", "checks"))), sep="\\n")
+"""
+INLINE = "module://matplotlib_inline.backend_inline"
 
 
 def wrong_packages(requirements: Path) -> list[str]:
@@ -44,8 +54,33 @@ def wrong_packages(requirements: Path) -> list[str]:
             continue
         # A local label such as +cu130 says how a release was built, not which release it is.
         if not pin.specifier.contains(installed.public, prereleases=True):
-            wrong.append(f"{pin.name} is {installed}, not {pin.specifier}")
+            wrong.append(f"{pin.name} is {installed}, not {pin.specifier}{elsewhere(pin.name)}")
     return wrong
+
+
+def elsewhere(name: str) -> str:
+    """Return a phrase on where a package lies, if that is outside this environment, where pip changes nothing."""
+    folder = Path(metadata.distribution(name).locate_file("")).resolve()
+    if folder.is_relative_to(Path(sys.prefix).resolve()):
+        return ""
+    return f" (in {folder}, which comes first: take it off PYTHONPATH)"
+
+
+def has_own_address(name: str) -> bool:
+    """Return whether a host name is one of this machine's, as far as a name server says within five seconds."""
+    import psutil
+
+    found = set()
+
+    def look_up() -> None:
+        with contextlib.suppress(OSError):
+            found.update(info[4][0] for info in socket.getaddrinfo(name, None))
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(5)
+    own = {each.address.partition("%")[0] for each in chain(*psutil.net_if_addrs().values())}
+    return any(address in own or address.startswith("127.") for address in found)
 
 
 def cpu_name() -> str:
@@ -92,6 +127,8 @@ def findings() -> Iterator[tuple[bool, str]]:
             yield False, f"{name} cannot be imported ({reason}). Run {fix}"
         else:
             yield from check_with_package()
+            if name == "psutil":
+                yield from check_host_name()
 
     free = shutil.disk_usage(REQUIREMENTS.parent).free / 2**30
     if free >= 2:
@@ -103,18 +140,56 @@ def findings() -> Iterator[tuple[bool, str]]:
         paths.ray_temp_dir()
     except UsageError as error:
         yield False, str(error)
+    yield from check_environment()
+
+
+def check_environment() -> Iterator[tuple[bool, str]]:
+    """Find what the environment sets that lessons and scripts do not work with."""
+    if sys.flags.optimize:
+        yield False, "no assert is executed (PYTHONOPTIMIZE, python -O), so lessons check nothing. Unset it"
+    if sys.flags.safe_path:
+        yield False, "scripts cannot import the modules beside them (PYTHONSAFEPATH, python -P). Unset it"
+    if os.environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in ("1", "true"):
+        yield False, "RAY_TRAIN_V2_ENABLED chooses an older Ray Train, which the scripts do not work with. Unset it"
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        yield (
+            False,
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it, torch 2.15's DistributedDataParallel crashes on CPUs. Unset it",
+        )
+    home = Path(os.path.expanduser("~"))
+    if not os.access(home, os.W_OK | os.X_OK):
+        yield False, f"programs cannot write their settings and caches to {home}. Set HOME to a folder of your own"
 
 
 def check_packages() -> Iterator[tuple[bool, str]]:
     """Compare the installed packages with their pins."""
     if not REQUIREMENTS.exists():
         yield False, "`shared` is not installed from the workshop's folder: run `pip install -e .` there"
-    elif subprocess.run([sys.executable, "-c", FIND_CHECKS], cwd=tempfile.gettempdir()).returncode:
+    elif (found := find_ours())[1] == "None":
         yield False, f"`checks`, of the exercises, is not installed: run `{FIX_PACKAGES}` in the workshop's folder"
+    elif (other := Path(found[0]).resolve().parents[1]) != (this := workshop_here()):
+        yield False, f"scripts import `shared` from {other}, and not from {this}. Run `{FIX_PACKAGES}` there"
     elif wrong := wrong_packages(REQUIREMENTS):
         yield False, f"packages: {'; '.join(wrong)}. Run `{FIX_PACKAGES}` in the workshop's folder"
     else:
         yield True, f"packages as pinned (torch {metadata.version('torch')})"
+
+
+def find_ours() -> list[str]:
+    """Return the files of `shared` and `checks` that scripts import, or None."""
+    command = [sys.executable, "-c", FIND_OURS]
+    return subprocess.run(command, cwd=tempfile.gettempdir(), stdout=subprocess.PIPE, text=True).stdout.split("\n")
+
+
+def workshop_here() -> Path:
+    """Return the copy of the workshop that the working folder belongs to, or else the one of this file."""
+    folders = (Path.cwd(), *Path.cwd().parents, ROOT)
+    return next(each for each in folders if (each / "shared/doctor.py").is_file()).resolve()
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
 
 
 def check_cpus() -> Iterator[tuple[bool, str]]:
@@ -138,6 +213,22 @@ def check_memory() -> Iterator[tuple[bool, str]]:
         yield False, f"{amount}: lessons need 3 GiB. Close other programs, or shut down other notebooks' kernels"
 
 
+def check_host_name() -> Iterator[tuple[bool, str]]:
+    """Check that torchrun's ranks will find this machine by its name. In a notebook, give them another one."""
+    name = socket.gethostname()
+    if "PET_LOCAL_ADDR" in os.environ or has_own_address(name):
+        return
+    if in_notebook():
+        os.environ["PET_LOCAL_ADDR"] = "localhost"
+        yield True, f"{name}, the name of this machine, has no address here: torchrun uses localhost (PET_LOCAL_ADDR)"
+    else:
+        yield (
+            False,
+            f"{name}, the name of this machine, has no address here, and torchrun would wait for minutes. Run "
+            f"`export PET_LOCAL_ADDR=localhost`, or add the line `127.0.0.1 {name}` to /etc/hosts",
+        )
+
+
 def check_gpus() -> Iterator[tuple[bool, str]]:
     """Yield one finding for each GPU that PyTorch sees."""
     import torch
@@ -159,11 +250,20 @@ def check() -> bool:
     """Print every finding, and return whether all checks passed.
 
     Also puts this environment's programs first on PATH, so that `torchrun` in a notebook's %%bash cell belongs to the
-    notebook's kernel.
+    notebook's kernel. There, raises UsageError if the kernel does not run in its lesson's folder.
     """
     programs = str(Path(sys.executable).parent)
     if os.environ["PATH"].split(os.pathsep)[0] != programs:
         os.environ["PATH"] = programs + os.pathsep + os.environ["PATH"]
+    if in_notebook():
+        here = Path.cwd()
+        if here == ROOT or here in ROOT.parents:
+            raise UsageError(
+                f"this lesson runs in {here}, and needs its own folder: `papermill --cwd FOLDER`, or in VS Code the "
+                "setting jupyter.notebookFileRoot = ${fileDirname}"
+            )
+        if not os.environ.get("MPLBACKEND", "").startswith("module://"):
+            os.environ["MPLBACKEND"] = INLINE  # Agg, for example, draws pictures that nobody sees
     ready = True
     for ok, finding in findings():
         ready = ready and ok

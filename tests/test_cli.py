@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -318,6 +319,7 @@ def test_every_signal_that_ends_a_process_ends_a_run_with_its_hint_except_a_clos
 
 LOADS_WITH_WORKERS = """
 import sys
+from contextlib import nullcontext
 from torch.utils.data import DataLoader
 from shared.running import runs, script
 from shared.distributed import Worker
@@ -386,6 +388,32 @@ def test_paths_of_this_machine_are_no_uris_and_know_the_home(option, monkeypatch
         parser.parse_args([option, "s3://bucket/it"])
     assert vars(parser.parse_args([option, "~/it"]))[option[2:].replace("-", "_")] == "/the/home/it"
     assert parser.parse_args(["--storage-path", "~/runs"]).storage_path == "/the/home/runs"
+
+
+def test_ray_is_given_no_name_that_it_cannot_send():
+    with pytest.raises(UsageError, match="'räy' has letters that Ray Train cannot send"):
+        ray_options.ray_parser("", [tasks.ImageTask]).parse_args(["--run-name", "räy"])
+    assert parse("--run-name", "räy").run_name == "räy"
+
+
+@pytest.mark.parametrize("level", ["DETAIL", "detail"])
+def test_a_level_of_debugging_with_which_ddp_crashes_is_refused(level, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
+    for has_gpus in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpus=has_gpus: has_gpus)
+        with nullcontext() if has_gpus else pytest.raises(SystemExit):
+            script.run_main(lambda: None)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.endswith(
+        "error: TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on CPUs in torch 2.15: use INFO"
+    )
+
+
+def test_a_script_without_an_output_ends_in_one_line():
+    code = "from shared.errors import UsageError; from shared.running import script; script.run_main(MAIN)"
+    code = code.replace("MAIN", "lambda: (_ for _ in ()).throw(UsageError('a mistake'))")
+    done = subprocess.run(["sh", "-c", f'exec "{sys.executable}" -c "{code}" >&-'], stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (2, "-c: error: a mistake\n")
 
 
 def test_a_killed_script_has_written_its_lines():

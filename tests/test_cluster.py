@@ -11,6 +11,7 @@ from datetime import datetime
 import psutil
 import pytest
 import ray
+from ray._private import services
 from ray._private.utils import validate_socket_filepath
 from ray.cluster_utils import Cluster
 from ray.exceptions import ActorDiedError, RayActorError
@@ -21,6 +22,7 @@ from shared.distributed import Worker
 from shared.errors import RunFailed, UsageError
 from shared.on_ray import cluster, workers
 from shared.on_ray.storage import RayRun
+from shared.rendezvous import free_port
 
 
 def test_the_world_is_the_workers_or_torchruns(monkeypatch):
@@ -253,6 +255,24 @@ def test_a_cluster_of_several_nodes_is_refused_in_a_long_tmpdir_too(monkeypatch,
 def test_an_address_that_is_not_for_a_driver_is_explained(address, words):
     with pytest.raises(UsageError, match=words):
         cluster.check_answers(address)
+
+
+@pytest.mark.parametrize("blank", [" ", "\r", "\t "])
+def test_blanks_around_an_address_are_ignored(blank, monkeypatch):
+    port = free_port()
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}{blank}")
+    with pytest.raises(UsageError, match=rf"no Ray answers at RAY_ADDRESS=127.0.0.1:{port} \(Connection refused\)"):
+        cluster.start(1)
+
+
+def test_a_cluster_that_has_ended_is_not_waited_for(monkeypatch, tmp_path):
+    """A crash leaves its address behind, where `auto` looks for it."""
+    port = free_port()
+    monkeypatch.setattr(services, "find_gcs_addresses", set)
+    monkeypatch.setattr(services, "find_bootstrap_address", lambda temp_dir: f"127.0.0.1:{port}")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    with pytest.raises(UsageError, match=r"no Ray answers at RAY_ADDRESS=auto \(Connection refused\): unset it"):
+        cluster.start(1)
 
 
 def test_the_address_of_a_store_goes_to_all_nodes_and_credentials_stay(monkeypatch):

@@ -3,17 +3,23 @@
 import collections
 import os
 import runpy
+import shutil
+import socket
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
 
 import joblib
+import nbformat
 import psutil
 import pytest
 import torch
+from nbclient import NotebookClient
+from torch.distributed.run import get_args_parser
 
 from shared import doctor
+from shared.errors import UsageError
 
 GIB = 2**30
 Memory = collections.namedtuple("Memory", "total available")
@@ -32,6 +38,9 @@ def good_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")
+    monkeypatch.setenv("PET_LOCAL_ADDR", "")  # so that monkeypatch restores it
+    monkeypatch.delenv("PET_LOCAL_ADDR")
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
 
 
 def installed_as_pinned(name: str) -> str:
@@ -68,11 +77,12 @@ def installed(monkeypatch):
         return packages[name]
 
     monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr(doctor, "elsewhere", lambda name: "")
     return packages
 
 
 def test_checks_that_came_with_a_pull_have_to_be_installed(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "FIND_CHECKS", doctor.FIND_CHECKS.replace("'checks'", "'checks_of_the_future'"))
+    monkeypatch.setattr(doctor, "FIND_OURS", doctor.FIND_OURS.replace('"checks"', '"checks_of_the_future"'))
     (said,) = failures(capsys)
     assert said.startswith("`checks`, of the exercises, is not installed: run `python") and "requirements.txt" in said
 
@@ -99,6 +109,31 @@ def test_how_a_release_was_built_is_no_difference(tmp_path, installed, version, 
     requirements.write_text("torch==2.15.0\n")
     installed["torch"] = version
     assert (doctor.wrong_packages(requirements) == []) == fits
+
+
+def test_a_package_outside_the_environment_is_said_to_be_there(tmp_path, monkeypatch):
+    """For example on PYTHONPATH. pip would install the right one into the environment, and nothing would change."""
+    (tmp_path / "numpy-1.0.dist-info").mkdir()
+    (tmp_path / "numpy-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: numpy\nVersion: 1.0\n")
+    (tmp_path / "requirements.txt").write_text("numpy==2.0\n")
+    monkeypatch.setattr(metadata, "version", lambda name: metadata.distribution(name).version)
+    monkeypatch.syspath_prepend(tmp_path)
+    (said,) = doctor.wrong_packages(tmp_path / "requirements.txt")
+    assert said == f"numpy is 1.0, not ==2.0 (in {tmp_path}, which comes first: take it off PYTHONPATH)"
+    monkeypatch.undo()
+    (said,) = doctor.wrong_packages(tmp_path / "requirements.txt")
+    assert said.endswith(", not ==2.0")
+
+
+def test_a_second_copy_of_the_workshop_needs_to_be_installed(tmp_path, monkeypatch, capsys):
+    lesson = tmp_path / "second/01-ddp-pytorch-only"
+    lesson.mkdir(parents=True)
+    monkeypatch.chdir(lesson)
+    assert failures(capsys) == []
+    (tmp_path / "second/shared").mkdir()
+    shutil.copy(doctor.__file__, tmp_path / "second/shared/doctor.py")
+    (said,) = failures(capsys)
+    assert said.startswith(f"scripts import `shared` from {doctor.ROOT}, and not from {tmp_path / 'second'}. Run `")
 
 
 @pytest.mark.parametrize("version", [None, "", "unknown"])
@@ -275,3 +310,57 @@ def test_the_environments_programs_come_first_on_the_path(capsys, monkeypatch):
     doctor.check()
     doctor.check()
     assert os.environ["PATH"].split(os.pathsep) == [programs, "/usr/bin", programs]
+
+
+# --- the environment -------------------------------------------------------------------------------------------------
+
+
+def test_variables_that_spoil_lessons_or_scripts_are_named(tmp_path):
+    spoiled = {"PYTHONOPTIMIZE": "1", "PYTHONSAFEPATH": "1", "RAY_TRAIN_V2_ENABLED": "0",
+        "TORCH_DISTRIBUTED_DEBUG": "DETAIL", "HOME": str(tmp_path / "missing")}  # fmt: skip
+    command = [sys.executable, "-m", "shared.doctor"]
+    done = subprocess.run(command, env={**os.environ, **spoiled}, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    for name, value in spoiled.items():
+        said = value if name == "HOME" else name
+        assert sum(line.startswith("[FAIL] ") and said in line for line in done.stdout.splitlines()) == 1, (name, done)
+
+
+@pytest.mark.parametrize("addresses", [[], ["192.0.2.77"]], ids=["none", "of another machine"])
+def test_a_machine_whose_name_is_no_address_of_it(addresses, monkeypatch, capsys, tmp_path):
+    def look_up(name, port):
+        if not addresses:
+            raise socket.gaierror("Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, 0)) for address in addresses]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(socket, "gethostname", lambda: "my-laptop")
+    (said,) = failures(capsys)
+    assert said.startswith("my-laptop, the name of this machine, has no address here, and torchrun would wait")
+    assert "`export PET_LOCAL_ADDR=localhost`" in said and "/etc/hosts" in said
+    monkeypatch.setattr(doctor, "in_notebook", lambda: True)
+    monkeypatch.chdir(tmp_path)
+    assert failures(capsys) == []
+    assert get_args_parser().parse_args(["script.py"]).local_addr == os.environ["PET_LOCAL_ADDR"] == "localhost"
+
+
+@pytest.mark.parametrize("folder", [doctor.ROOT, doctor.ROOT.parent], ids=["root", "above"])
+def test_a_lesson_that_runs_in_another_folder_says_so_in_its_first_cell(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    doctor.check()
+    monkeypatch.setattr(doctor, "in_notebook", lambda: True)
+    with pytest.raises(UsageError, match=f"this lesson runs in {folder}, and needs its own folder: `papermill --cwd"):
+        doctor.check()
+
+
+PICTURE = """from shared import doctor
+doctor.check()
+from shared import plots
+plots.bars({"one": 1}, "a picture");"""
+
+
+def test_a_lesson_shows_its_pictures_whatever_the_environment_says(monkeypatch):
+    monkeypatch.setenv("MPLBACKEND", "Agg")
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(PICTURE)])
+    NotebookClient(notebook, resources={"metadata": {"path": doctor.ROOT / "tests"}}).execute()
+    assert any("image/png" in output.get("data", {}) for output in notebook.cells[0].outputs)

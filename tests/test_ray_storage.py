@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -66,6 +67,13 @@ def test_the_newest_readable_checkpoint_is_found(tmp_path):
     assert (path, state["progress"]["step"]) == (str(older), 4)
     assert [words.split()[0] for words in skipped] == [newest.name, newer.name]
     assert "truncated" in skipped[1]
+
+
+def test_a_copy_of_a_checkpoint_that_a_user_keeps_is_not_the_runs(tmp_path):
+    newest = save(tmp_path, 8)
+    for name in ("checkpoint-best", f"{newest.name}-copy", f"{newest.name} (copy)"):
+        shutil.copytree(newest, tmp_path / name)
+    assert RayRun(str(tmp_path)).list_newest_first() == [str(newest)]
 
 
 @pytest.mark.parametrize(("resume", "stored"), [(True, None), (False, "a checkpoint"), (False, None)])

@@ -347,6 +347,21 @@ def test_a_stale_diff_is_found_and_renewed():
     assert with_fresh_diffs("no marks\n") == "no marks\n"
 
 
+@pytest.mark.skipif(shutil.which("git") is None, reason="git ends the lines")
+def test_no_line_ends_with_a_carriage_return_where_git_is_set_up_for_windows(tmp_path):
+    shell = [each.relative_to(ROOT) for each in repository_files() if each.suffix in (".sh", ".sbatch")]
+    scripts = [".gitattributes", "Makefile", ".ci/run", *shell]
+    for name in scripts:
+        (tmp_path / "origin" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / "origin" / name)
+    git = ["git", "-C", str(tmp_path / "origin"), "-c", "user.name=an author", "-c", "user.email=author@example.com"]
+    for command in (["init", "-q"], ["add", "."], ["commit", "-qm", "the workshop"]):
+        subprocess.run([*git, *command], check=True)
+    windows = ["git", "clone", "-q", "-c", "core.autocrlf=true", tmp_path / "origin", tmp_path / "copy"]
+    subprocess.run(windows, check=True)
+    assert [name for name in scripts if b"\r" in (tmp_path / "copy" / name).read_bytes()] == []
+
+
 @pytest.mark.skipif(shutil.which("git") is None, reason="`make reset` asks git for the lesson as it was")
 def test_make_reset_brings_a_lesson_back_and_keeps_the_learners_own(tmp_path):
     lesson = "01-ddp-pytorch-only/01_one_process.ipynb"
@@ -392,9 +407,10 @@ def fake_python(path: Path, version: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.fixture
-def workshop(tmp_path) -> Path:
+@pytest.fixture(params=["workshop", "it's a workshop"])
+def workshop(request, tmp_path) -> Path:
     """A folder with all that `make .venv/installed` looks at, and a complete .venv with Python 3.11."""
+    tmp_path = tmp_path / request.param
     for name in ("Makefile", "requirements.txt", "pyproject.toml", f"{PROGRAM}/pyproject.toml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)

@@ -332,6 +332,15 @@ def test_a_folder_with_a_run_of_a_different_kind_is_refused(args, folder, foreig
     assert [each for each in folder.rglob("*") if each.is_file()] == [path]
 
 
+def test_a_copy_of_a_checkpoint_that_a_user_keeps_is_not_the_runs(args, folder):
+    save_step(folder, 20)
+    (folder / "checkpoint-best").mkdir()
+    for name in ("checkpoint-best.pt", "checkpoint-00000040.pt.bak", "checkpoint-00000040 (copy).pt"):
+        (folder / name).touch()
+    state = open_or_resume(changed(args, resume=True), folder)
+    assert state["progress"]["step"] == 20
+
+
 # --- progress and metrics --------------------------------------------------------------------------------------------
 
 

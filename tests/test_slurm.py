@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import slurm
 from runs import ROOT
 from slurm import FILES, SCONTROL, job, with_stand_ins
 from torch.distributed.run import get_args_parser
@@ -29,7 +30,7 @@ SBATCH = {
     "time": r"\d\d:\d\d:\d\d", "signal": r"B:[A-Z0-9]+@\d+", "open-mode": r"append|truncate",
     "mem": r"\d+", "requeue": None, "exclusive": None,
 }  # fmt: skip
-SRUN = {"ntasks-per-node": r"\d+", "cpus-per-task": r"\d+", "kill-on-bad-exit": r"[01]"}
+SRUN = {"export": "ALL", "ntasks-per-node": r"\d+", "cpus-per-task": r"\d+", "kill-on-bad-exit": r"[01]"}
 each_file = pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 
 
@@ -96,7 +97,9 @@ def test_slurm_knows_what_it_is_asked_for(file):
 def test_torchrun_and_the_script_know_their_options(started):
     words = started(FILES[0], "--epochs", "20", SLURM_GPUS_ON_NODE="4", SLURM_CPUS_PER_TASK="8")
     launcher = words.index("torchrun")
-    assert values(words[:launcher], SRUN) == {"ntasks-per-node": "1", "cpus-per-task": "8", "kill-on-bad-exit": "1"}
+    assert values(words[:launcher], SRUN) == {
+        "export": "ALL", "ntasks-per-node": "1", "cpus-per-task": "8", "kill-on-bad-exit": "1",
+    }  # fmt: skip
     args = parsed(get_args_parser(), words[launcher + 1 :])
     assert (args.nnodes, args.nproc_per_node, args.rdzv_id) == ("2", "4", "8421")
     assert (args.rdzv_backend, args.rdzv_endpoint) == ("c10d", "node-1:28421")
@@ -113,7 +116,9 @@ def test_ray_and_the_script_know_their_options(started):
     gpus = {"SLURM_GPUS_PER_NODE": "a100:4", "SLURM_GPUS_ON_NODE": "8"}
     words = started(FILES[1], "--epochs", "20", SLURM_CPUS_PER_TASK="8", **gpus)
     launcher, command = words.index("ray"), words.index("--")
-    assert values(words[:launcher], SRUN) == {"ntasks-per-node": "1", "cpus-per-task": "8", "kill-on-bad-exit": "1"}
+    assert values(words[:launcher], SRUN) == {
+        "export": "ALL", "ntasks-per-node": "1", "cpus-per-task": "8", "kill-on-bad-exit": "1",
+    }  # fmt: skip
     assert words[launcher + 1] == "symmetric-run"
     context = symmetric_run.make_context("symmetric-run", words[launcher + 2 : command])
     assert (context.params["address"], context.params["min_nodes"]) == ("node-1:6379", 2)
@@ -178,6 +183,15 @@ def test_a_job_continues_if_it_has_saved_something(file, started, tmp_path):
     assert "--resume" not in started(file)
     (tmp_path / f"{values(directives(file), SBATCH)['job-name']}-8421/checkpoint-00000020").mkdir(parents=True)
     assert "--resume" in started(file, SLURM_RESTART_COUNT="1")
+    assert "--resume" not in started(file, SLURM_JOB_NAME="lr[0.1] *")  # whose name is no pattern
+    (tmp_path / "lr[0.1] *-8421/checkpoint-00000020").mkdir(parents=True)
+    assert "--resume" in started(file, SLURM_JOB_NAME="lr[0.1] *")
+
+
+@each_file
+def test_a_job_that_asks_for_no_cpus_gets_one_per_node(file, started, monkeypatch):
+    monkeypatch.setattr(slurm, "JOB", {name: value for name, value in slurm.JOB.items() if "CPUS" not in name})
+    assert "--cpus-per-task=1" in started(file)
 
 
 def test_the_files_differ_where_the_page_says():

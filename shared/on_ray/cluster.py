@@ -4,6 +4,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -12,7 +13,9 @@ from types import ModuleType
 
 import psutil
 import ray
+from ray._private import ray_constants
 from ray._private.runtime_env.constants import RAY_JOB_CONFIG_JSON_ENV_VAR
+from ray._private.services import canonicalize_bootstrap_address
 from ray._private.utils import get_num_cpus
 from ray.autoscaler.v2.sdk import get_cluster_status
 
@@ -70,6 +73,8 @@ def start(
             return bool(use_gpu)
     # By default ray.init looks for a running Ray in a file that a crash leaves behind, and then waits for a dead one.
     # ANYSCALE_CLUSTER_ID is set on the nodes of such a cluster only. Other ANYSCALE_ variables may be on a laptop too.
+    if "RAY_ADDRESS" in os.environ:  # a blank or the CR of a file for Windows would make ray.init try forever
+        os.environ["RAY_ADDRESS"] = os.environ["RAY_ADDRESS"].strip()
     address = os.environ.get("RAY_ADDRESS") or ("auto" if "ANYSCALE_CLUSTER_ID" in os.environ else "local")
     own = address == "local"
     settings = quiet_settings(own, elastic)
@@ -94,6 +99,8 @@ def start_own(num_workers: int, spare_cpus: int, dashboard: bool) -> str | None:
     port = str(free_port())
     OWN_RAY_ENV.clear()
     OWN_RAY_ENV.update(RAY_GCS_SERVER_PORT=port, RAY_ADDRESS=f"{ray.util.get_node_ip_address()}:{port}")
+    if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # Ray would keep a token there
+        OWN_RAY_ENV.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     # Ray counts the CPUs that a container may use. Four workers and their tasks may run on fewer than that.
     here = int(get_num_cpus(override_docker_cpu_warning=True))
     needed = min(num_workers, max(4, here)) + spare_cpus
@@ -119,7 +126,11 @@ def join(address: str, settings: dict[str, str], packages: Sequence[ModuleType])
     packages: see `start`.
     """
     OWN_RAY_ENV.clear()
-    check_answers(address)
+    if address == "auto":
+        with contextlib.suppress(ConnectionError):  # there is none: ray.init will say so
+            check_answers(canonicalize_bootstrap_address(address), "auto")
+    else:
+        check_answers(address)
     settings = settings | {name: os.environ[name] for name in STORE if name in os.environ}
     if address != "auto":
         settings = settings | {"RAY_ADDRESS": address}
@@ -134,6 +145,8 @@ def join(address: str, settings: dict[str, str], packages: Sequence[ModuleType])
 
 def ray_init(address: str, log_level: str, **options: object) -> str | None:
     """Call ray.init, and return the dashboard's address. Its errors become UsageErrors of one line."""
+    # If this process was started by `uv run`, Ray would start its workers by it as well, in a copy of the folder.
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     try:
         return ray.init(address, logging_config=ray.LoggingConfig(log_level=log_level), **options).dashboard_url
     except (OSError, RuntimeError, ValueError) as error:
@@ -199,10 +212,11 @@ def quiet_settings(own: bool, elastic: bool = False) -> dict[str, str]:
     return {name: os.environ.setdefault(name, value) for name, value in settings.items()}
 
 
-def check_answers(address: str) -> None:
+def check_answers(address: str, said: str | None = None) -> None:
     """Raise UsageError if nothing listens at HOST:PORT, where ray.init would try forever.
 
     The ports of the dashboard and of Ray Client get advice instead.
+    said: what RAY_ADDRESS says, if that is not the address itself.
     """
     scheme, _, place = address.rpartition("://")
     host, _, port = place.partition("/")[0].rpartition(":")
@@ -221,7 +235,8 @@ def check_answers(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
         except OSError as error:
             raise UsageError(
-                f"no Ray answers at RAY_ADDRESS={address} ({error.strerror or error}): unset it to start one here"
+                f"no Ray answers at RAY_ADDRESS={said or address} ({error.strerror or error}): unset it to start one "
+                "here"
             ) from error
 
 

@@ -24,7 +24,7 @@ def ray_parser(description: str, tasks: Sequence[type[Task]], **choices: Sequenc
         help="training processes; 0: Ray's local mode, in this process, to debug (default: %(default)s)")  # fmt: skip
     parser.add_argument("--use-gpu", action=argparse.BooleanOptionalAction, default=None,
         help="one GPU per worker (default: if there are any; give it if a cluster has yet to start them)")  # fmt: skip
-    parser.completions += [refuse_torchrun, refuse_resume_in_local_mode]
+    parser.completions += [refuse_torchrun, refuse_resume_in_local_mode, refuse_other_letters]
     return parser
 
 
@@ -41,6 +41,12 @@ def refuse_resume_in_local_mode(options: argparse.Namespace) -> None:
     """Raise UsageError for --resume in local mode."""
     if options.resume and options.num_workers in (0, (0, 0)):
         raise UsageError("--resume: Ray's local mode (--num-workers 0) stores no checkpoints")
+
+
+def refuse_other_letters(options: argparse.Namespace) -> None:
+    """Raise UsageError for a --run-name that Ray Train cannot carry: it goes into an ASCII message."""
+    if options.run_name is not None and not options.run_name.isascii():
+        raise UsageError(f"--run-name: {options.run_name!r} has letters that Ray Train cannot send: use ASCII only")
 
 
 def elastic_parser(description: str, tasks: Sequence[type[Task]]) -> Parser:

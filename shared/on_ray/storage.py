@@ -82,7 +82,7 @@ class RayRun(runs.Run):
         """Return the paths of its checkpoint folders, readable or not, newest first."""
         files, path = file_system(self.folder)
         found = files.get_file_info(pyarrow.fs.FileSelector(path, allow_not_found=True))
-        return sorted((each.path for each in found if each.base_name.startswith("checkpoint-")), reverse=True)
+        return sorted((each.path for each in found if runs.CHECKPOINT.fullmatch(each.base_name)), reverse=True)
 
     def list_foreign(self) -> list[str]:
         files, path = file_system(self.folder)

@@ -12,6 +12,7 @@ On Ray, a checkpoint is a folder that Ray names and stores (`shared.on_ray.stora
 
 import argparse
 import os
+import re
 import shlex
 import sys
 import time
@@ -25,6 +26,8 @@ from shared.distributed import Worker, fail_together
 from shared.running import lease
 
 SEARCH = "experiment_state"  # the prefix of Ray Tune's own files
+# A run's own checkpoints: files, and on Ray folders. A copy that a user keeps beside them, as checkpoint-best, is not.
+CHECKPOINT = re.compile(r"checkpoint-\d{8}(\.pt|-[0-9a-f]+)")
 MAY_DIFFER = ("text_file", "precision", "batch_size", "lr", "lr_step_size", "seed")
 
 
@@ -56,7 +59,9 @@ class Run:
 
         A different kind of script has written them.
         """
-        folders = [path for path in Path(self.folder).glob("checkpoint-*") if path.is_dir()]
+        folders = [
+            path for path in Path(self.folder).glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()
+        ]
         return [*folders, *Path(self.folder).glob(f"{SEARCH}*")]
 
     def load_newest(self, worker: Worker) -> tuple[Path | str | None, dict | None, list[str]]:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from shared.distributed import Worker, rank_from_environment
@@ -61,6 +62,11 @@ def stop_on_signals(worker: Worker, hint: Callable[[], str], clean_up: Callable[
     threading.Thread(target=wait, daemon=True).start()
 
 
+def refuse_detail() -> None:
+    """Raise UsageError: torch 2.15 reads a setting of nccl in gloo's group, and the process ends by SIGSEGV."""
+    raise UsageError("TORCH_DISTRIBUTED_DEBUG=DETAIL crashes DistributedDataParallel on CPUs in torch 2.15: use INFO")
+
+
 def run_main(main: Callable[[], None], describe: Callable[[Exception], str] = str) -> None:
     """Run a script, and end it with one line from rank 0 if it raises a UsageError or a RunFailed.
 
@@ -68,6 +74,8 @@ def run_main(main: Callable[[], None], describe: Callable[[Exception], str] = st
     describe: returns the message of such an error, for a program whose options have other names. If rank 0 has no such
     error and the ranks have not met yet, the first process of a node that has one prints it.
     """
+    if os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL" and not torch.cuda.is_available():
+        main = refuse_detail
     if isinstance(sys.stdout, io.TextIOWrapper):
         # In a file or a pipe lines would wait in a buffer, those of Ray's workers too, and a kill would lose them.
         sys.stdout.reconfigure(line_buffering=True)
@@ -92,6 +100,7 @@ def run_main(main: Callable[[], None], describe: Callable[[Exception], str] = st
             time.sleep(30)
         if rank == 0 or (not met and os.environ.get("LOCAL_RANK") == "0"):
             print(f"{Path(sys.argv[0]).name}: {error.kind}: {describe(error)}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as with >&-
+            sys.stdout.flush()
         # With a process group, skip the teardown of Python's modules, which may abort the process.
         (os._exit if met else sys.exit)(error.exit_code)
