@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
@@ -49,7 +50,8 @@ def rank_loader(
     """Return this rank's part of `dataset` in batches of `batch_size`: every sample goes to exactly one rank.
 
     shuffle_seed: shuffles differently in each epoch and alike on all ranks. None keeps the data set's order.
-    loader_processes: the number of processes that prepare this rank's batches.
+    loader_processes: the number of processes that prepare this rank's batches. What the data set draws in them from
+    `torch`, `numpy` and `random` differs between ranks and epochs, and is the same whenever an epoch begins again.
     """
     shuffle = shuffle_seed is not None
     sampler = UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle, shuffle_seed or 0)
@@ -57,7 +59,7 @@ def rank_loader(
     # dropout does not depend on how often a run is saved or validated.
     return DataLoader(
         dataset, batch_size, sampler=sampler, generator=torch.Generator(), pin_memory=worker.device.type == "cuda",
-        num_workers=loader_processes, persistent_workers=loader_processes > 0,
+        num_workers=loader_processes,  # started anew in each epoch, which has its own seed
     )  # fmt: skip
 
 
@@ -119,6 +121,9 @@ def deal_batches(
     loader: from `rank_loader`. epoch: from 0. position: how many of its samples were trained on before.
     counts: the samples of each step over all ranks, for as many steps as are to be taken.
     """
-    loader.sampler.set_epoch(epoch)
-    loader.sampler.set_position(position)
+    sampler = loader.sampler
+    sampler.set_epoch(epoch)
+    sampler.set_position(position)
+    seed = np.random.SeedSequence([sampler.seed, sampler.rank, epoch, position]).generate_state(1, np.uint64)
+    loader.generator.manual_seed(int(seed[0]))
     yield from zip(counts, islice(even_batches(loader, len(counts)), len(counts)), strict=True)

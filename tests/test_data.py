@@ -2,11 +2,13 @@
 
 import gzip
 import itertools
+import random
 import struct
 from argparse import Namespace
 from pathlib import Path
 from urllib.error import URLError
 
+import numpy as np
 import pyarrow as pa
 import pytest
 import torch
@@ -498,3 +500,28 @@ def test_parquet_that_was_not_finished_is_written_again(tmp_path):
     (folder / "part-000.parquet").write_bytes(b"half of it")
     assert ray_images.write_parquet(datasets.digits().val, str(tmp_path)) == str(folder)
     assert rows_of(str(folder))[0] == list(range(256))
+
+
+class Draws(Dataset):
+    """Six samples, each what it draws from the three generators in common use."""
+
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor]:
+        return (torch.tensor([torch.rand(()).item(), np.random.rand(), random.random()]),)
+
+
+def test_what_a_data_set_draws_in_a_loaders_processes():
+    """It differs between ranks, epochs and seeds, and an epoch draws the same in a run that begins with it."""
+
+    def drawn(rank: int, epochs: list[int], seed: int = 7) -> list[list]:
+        loader = sampling.rank_loader(Draws(), 1, Worker(rank, rank, 2), shuffle_seed=seed, loader_processes=1)
+        return [[each.tolist() for _, (each,) in sampling.deal_batches(loader, epoch, 0, [2] * 3)] for epoch in epochs]
+
+    first, second = drawn(0, [0, 1])
+    assert drawn(0, [1]) == [second] and drawn(0, [0]) == [first]
+    epochs = [first, second, *drawn(1, [0]), *drawn(0, [0], seed=8)]
+    for column in range(3):
+        numbers = [each[0][column] for epoch in epochs for each in epoch]
+        assert len(set(numbers)) == len(numbers) == 12
