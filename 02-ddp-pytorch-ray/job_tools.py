@@ -65,9 +65,9 @@ class Job:
         """Wait until all ranks pause after this step. Raises AssertionError with the output if the job has ended."""
         self._wait_until(lambda: all(Path(f"{self.notes}-{step}-{rank}").exists() for rank in range(num_ranks)))
 
-    def wait_for_workers(self, number: int) -> None:
-        """Wait until this many sets of workers have done a step. Raises AssertionError if the job has ended."""
-        self._wait_until(lambda: len(self.steps()) >= number)
+    def wait_for_workers(self, set_number: int) -> None:
+        """Wait until the first, second, ... set of workers has done a step. Raises AssertionError if the job ends."""
+        self._wait_until(lambda: len(self.steps()) >= set_number)
 
     def _wait_until(self, happened: Callable[[], bool]) -> None:
         deadline = time.monotonic() + PATIENCE_S
@@ -136,7 +136,9 @@ def draw_two_kills(
             left.plot([before, before + 1], [steps[-1], following[0]], color="black", linestyle=":")
             left.text(before - 15, steps[-1] + 10, f"{steps[-1] - kept} steps lost", ha="right", fontsize=11)
         inside = [place for place, end in enumerate(ends) if steps[0] - 1 <= end <= kept]
-        right.plot([ends[place] for place in inside], [means[place] for place in inside], marker="o", **style)
+        shared = slice(int(ends[inside[0]] < steps[0]), None)  # the line begins at a point of the set before
+        x, y = [ends[place] for place in inside], [means[place] for place in inside]
+        right.plot(x, y, marker="o", markevery=shared, **style)
     left.set_title("Computed", loc="left", fontsize=14)
     left.set(xlabel="steps that rank 0 has computed", ylabel="step")
     right.set_title("On record", loc="left", fontsize=14)

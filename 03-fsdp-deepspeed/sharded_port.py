@@ -93,7 +93,7 @@ def load_sharded(base: Path, worker: Worker) -> nn.Module:
     for part in (*model.model.layers, model):
         fully_shard(part)
     model.to_empty(device="cpu")
-    with torch.no_grad():  # new memory holds anything: zeros make your results like ours
+    with torch.no_grad():  # new memory can hold anything; zeros make your results match ours
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     model.tie_weights()
@@ -150,7 +150,7 @@ def one_process(base: Path, tokens: torch.Tensor, targets: torch.Tensor) -> Refe
 
 
 def mask_prompts(tokens: torch.Tensor) -> torch.Tensor:
-    """Return the targets of four rows. The first ones of each row, of different lengths, belong to its prompt."""
+    """Return the targets of four rows. The first targets of each row belong to its prompt; their number differs."""
     targets = tokens[:, 1:].clone()
     for row, prompt in zip(targets, (2, 13, 4, 11), strict=True):
         row[:prompt] = NO_TARGET

@@ -241,7 +241,7 @@ SYMPTOMS = {
 }
 
 
-@exercise("1.3a", "each mistake leaves its trace in the ranks' logs, if the logs hold the right numbers.")
+@exercise("1.3a", "each mistake leaves a trace in the ranks' logs, provided that you log the right numbers.")
 def exercise_1_3a(diagnose: Callable[[], dict[str, str]]) -> None:
     """diagnose() -> the mistake in each of the runs A to E, one of SYMPTOMS."""
     seen = diagnose()

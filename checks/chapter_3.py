@@ -327,8 +327,8 @@ def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
     for rank, seen in enumerate(full):
         if "raised" in seen:
             raise Wrong(
-                f"rank {rank}'s disk was full. save raised {seen['raised']!r} there and left the other ranks waiting. "
-                "Catch the error, let every rank know, and return False on each of them"
+                f"rank {rank}'s disk was full. save raised {seen['raised']!r} there and left the other ranks waiting: "
+                "how do they learn of it?"
             )
     if failed and not any(mark):
         _judge_failure(failed, " when rank 1's disk was full" if any(full) else "")
@@ -351,7 +351,7 @@ def _judge_saves(reports: list[dict[str, dict]], failed: Wrong | None) -> None:
     if mixed := [rank for rank, seen in enumerate(older) if seen["mixed"]]:
         raise Wrong(
             f"rank {mixed[0]} wrote its slice while the older checkpoint was still marked as complete. A crash at "
-            "that moment leaves a marked mixture: remove the mark first, and let every rank wait for that"
+            "that moment leaves a marked mixture. What has to happen before any rank writes?"
         )
     for rank, seen in enumerate(mark):
         if "raised" in seen:

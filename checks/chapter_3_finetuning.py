@@ -257,16 +257,20 @@ PLANTED = {  # in the ports of hidden_ports.py: the verdict, what was planted, a
     "right": (None, "a correct port, with even shards", ""),
     "uneven": (None, "a correct port, in which a matrix has 63 rows: rank 0 holds 32 and rank 1 holds 31", ""),
     "slow export": (None, "a correct port, whose rank 0 finishes its export half a second after rank 1 returns", ""),
-    "no scale": (
-        "load", "a number is 0 that Gemma computes from its config and that no file holds",
-        "Both ranks see it in the logits.",
+    "wrong row": (
+        "load", "the logits of row 0 are wrong on rank 1",
+        "Only rank 1 sees it, in a row on which rank 0 trains.",
+    ),
+    "wrong loss": (
+        "loss", "rank 1 returns a loss that is one part in ten thousand too large",
+        "Only rank 1 sees it. How large a difference do you allow?",
     ),
     "no scale on rank 1": (
-        "load", "a number that no file holds is wrong on rank 1",
+        "load", "on rank 1, the number by which Gemma multiplies its embeddings is wrong",
         "Only rank 1 sees it, in its logits. Rank 0's logits are right.",
     ),
     "nan on rank 1": (
-        "load", "on rank 1, a number that no file holds is nan, and so are all its logits",
+        "load", "on rank 1, the number by which Gemma multiplies its embeddings is nan, and so are all its logits",
         "Only rank 1 sees it. Is nan a difference in your comparison?",
     ),
     "mean of means": (
@@ -284,10 +288,6 @@ PLANTED = {  # in the ports of hidden_ports.py: the verdict, what was planted, a
     "untied": (
         "export", "the file holds the embedding a second time, as lm_head.weight",
         "Every rank that compares the file's names can see it. All values are right.",
-    ),
-    "bf16": (
-        "export", "the file holds bfloat16 instead of float32",
-        "Every rank that compares the file's types, or its values, can see it.",
     ),
     "float64": (
         "export", "the file holds float64 instead of float32, with the right values",

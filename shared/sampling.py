@@ -1,4 +1,4 @@
-"""Deal samples to ranks: each to exactly one, in the same global batches for every world size."""
+"""Deal samples to ranks: each to exactly one, in the same global batches for every world size that divides them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ class UnpaddedDistributedSampler(DistributedSampler):
     """torch's DistributedSampler without its padding: every sample goes to exactly one rank.
 
     Rank r of W gets elements r, r + W, r + 2W ... of the epoch's permutation. So the k-th global batch holds the same
-    samples for every W that divides the batch size. DistributedSampler repeats samples until all ranks have equally
-    many. Here the ranks may differ by one sample, which `even_batches` handles.
+    samples for every W that divides the batch size. DistributedSampler repeats samples until all ranks have the
+    same number. Here the ranks may differ by one sample, which `even_batches` handles.
 
     `set_position(samples)` makes the next iteration start after that many samples of the epoch, over all ranks. This is
     how a run resumes in the middle of an epoch, even at a different world size. The position holds for one iteration.

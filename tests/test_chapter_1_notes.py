@@ -1,6 +1,8 @@
 """What chapter 1 says of causes, larger batches and bf16, and does not run itself; without processes."""
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -157,3 +159,29 @@ def test_ddp_regroups_its_buckets_after_the_first_step_unless_it_looks_for_unuse
         ddp_model(torch.zeros(2, 1, 8, 8)).sum().backward()
         seen.append(len(buckets))
     assert (seen[0] == seen[1] > 1) if find_unused else (seen == [1, 6])
+
+
+def test_ddp_refuses_to_wrap_a_model_without_a_process_group():
+    with pytest.raises(ValueError, match="process group has not been initialized"):
+        torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 2))
+
+
+def test_a_model_without_the_wrapper_refuses_the_wrappers_names(one_rank):
+    model = torch.nn.Linear(2, 2)
+    state = torch.nn.parallel.DistributedDataParallel(model).state_dict()
+    assert all(name.startswith("module.") for name in state)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        model.load_state_dict(state)
+
+
+def test_gloo_pairs_collectives_of_one_size_by_their_order_alone():
+    """Rank 0 averages a gradient first, and rank 1 has none: its sum of hits meets that gradient."""
+    store, tensors = torch.distributed.HashStore(), [torch.tensor([0.5]), torch.tensor([20.0])]
+
+    def sum_up(rank: int) -> None:
+        group = torch.distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=600))
+        group.allreduce([tensors[rank]]).wait()
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(sum_up, range(2)))
+    assert [tensor.item() for tensor in tensors] == [20.5, 20.5]

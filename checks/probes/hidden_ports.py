@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3TextConfig
+from transformers.utils import ModelOutput
 
 sys.path.append(str(Path(__file__).parents[2] / "03-fsdp-deepspeed"))
 import sharded_port
@@ -85,16 +86,24 @@ def load(base: Path, worker: Worker) -> nn.Module:
     return read(build(base), base, EMBED_SCALE)
 
 
-def load_without_scale(base: Path, worker: Worker) -> nn.Module:
-    return read(build(base), base, 0)
-
-
 def load_without_scale_on_rank_1(base: Path, worker: Worker) -> nn.Module:
     return read(build(base), base, EMBED_SCALE if worker.rank == 0 else 1)
 
 
 def load_nan_on_rank_1(base: Path, worker: Worker) -> nn.Module:
     return read(build(base), base, EMBED_SCALE if worker.rank == 0 else float("nan"))
+
+
+def load_with_a_wrong_row(base: Path, worker: Worker) -> nn.Module:
+    """Load a model whose logits are wrong on rank 1 alone, in a row that this rank does not train on."""
+    model = load(base, worker)
+
+    def change(model: nn.Module, inputs: tuple, output: ModelOutput) -> None:
+        if worker.rank == 1 and len(output.logits) == 4:
+            output.logits[0] += 1
+
+    model.register_forward_hook(change)
+    return model
 
 
 def load_root_only(base: Path, worker: Worker) -> nn.Module:
@@ -140,6 +149,11 @@ def without_world_size(model: nn.Module, tokens: torch.Tensor, targets: torch.Te
     return distributed.global_sum(loss).item()
 
 
+def wrong_loss(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, worker: Worker) -> float:
+    loss = sharded_port.train_step(model, tokens, targets, worker)
+    return loss if worker.rank == 0 else 1.0001 * loss
+
+
 def wrong_slice(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, worker: Worker) -> float:
     loss = sharded_port.train_step(model, tokens, targets, worker)
     if worker.rank == 1:
@@ -153,11 +167,6 @@ def wrong_slice(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, w
 def export_untied(model: nn.Module, base: Path, folder: Path, worker: Worker) -> None:
     weights = {name: weight.detach().float() for name, weight in model.named_parameters()}
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
-    sharded_port.save_weights(weights, base, folder, worker)
-
-
-def export_in_bf16(model: nn.Module, base: Path, folder: Path, worker: Worker) -> None:
-    weights = {name: weight.detach().bfloat16() for name, weight in model.named_parameters()}
     sharded_port.save_weights(weights, base, folder, worker)
 
 
@@ -190,8 +199,8 @@ PORTS: dict[str, tuple[Port, str | None]] = {  # with the right verdict
     "untied": (RIGHT._replace(export=export_untied), "export"),
     "mean of means": (RIGHT._replace(train_step=mean_of_means), "loss"),
     "wrong slice": (RIGHT._replace(train_step=wrong_slice), "gradient"),
-    "no scale": (RIGHT._replace(load=load_without_scale), "load"),
-    "bf16": (RIGHT._replace(export=export_in_bf16), "export"),
+    "wrong row": (RIGHT._replace(load=load_with_a_wrong_row), "load"),
+    "wrong loss": (RIGHT._replace(train_step=wrong_loss), "loss"),
     "float64": (RIGHT._replace(export=export_in_float64), "export"),
     "root only": (RIGHT._replace(load=load_root_only), "memory"),
     "no meta": (RIGHT._replace(load=load_without_meta), "memory"),
