@@ -9,7 +9,8 @@ import random
 import zlib
 from argparse import Namespace
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 
 import torch
@@ -250,14 +251,28 @@ def check(args: Namespace, driver: Worker) -> dict:
     for name, given in ((tiny_base.BASE, args.base), (tiny_base.PAIRS[0], args.data_file)):
         if Path(args.data_dir, name) == Path(given):
             tiny_base.make(args.data_dir, name, driver.log)
-    PairTask.load(args)
-    pretrained.build(args, torch.float32)
+    splits = PairTask.load(args)
+    pretrained.check_copies(pretrained.build(args, torch.float32), Path(args.base))
+    driver.log(f"{len(splits.train)} rows to train on, {len(splits.val)} to validate with")
+    first = marked(splits.train.rows[0], pretrained.read_tokenizer(args.base))
+    driver.log(f"the first row, with what is learned in double brackets: {first}")
     return {
         "base": f"with weights {pretrained.checksum(args.base, driver.log)}",
         # Not of the tokens: some templates write today's date.
         "data_file": f"with checksum {zlib.crc32(Path(args.data_file).read_bytes()):08x}",
         "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
     }  # fmt: skip
+
+
+def marked(row: tuple[torch.Tensor, torch.Tensor], tokenizer: object, longest: int = 200) -> str:
+    """Return a row as text, with [[ ]] around the tokens that count. Long pieces are cut in the middle."""
+    tokens, is_answer = row
+    text = ""
+    for is_learned, piece in groupby(zip(tokens.tolist(), is_answer.tolist(), strict=True), key=itemgetter(1)):
+        piece = repr(tokenizer.decode([token for token, _ in piece]))[1:-1]
+        piece = piece if len(piece) <= longest else f"{piece[: longest // 2]} ... {piece[-longest // 2 :]}"
+        text += f"[[{piece}]]" if is_learned else piece
+    return text
 
 
 def sample_answers(model: nn.Module, task: PairTask, count: int = 3) -> str:
@@ -330,7 +345,8 @@ def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
 def split(rows: list) -> tuple[list, list]:
     """Return training and validation rows: about a tenth, by a fixed seed, in the file's order.
 
-    Rows with equal prompts stay together. Otherwise the model would be asked what it was told.
+    Rows with equal prompts stay together. Otherwise the model would be asked what it was told. It is at most a tenth of
+    the rows and of the prompts, unless that would be none.
     """
 
     def prompt(row: Turns | tuple[str, str]) -> str:
@@ -339,14 +355,16 @@ def split(rows: list) -> tuple[list, list]:
     groups: dict[str, list[int]] = {}
     for index, (_, row) in enumerate(rows):
         groups.setdefault(prompt(row), []).append(index)
-    order, chosen = sorted(groups), set()
+    order = sorted(groups)
     random.Random(SPLIT_SEED).shuffle(order)
     if len(order) < 2:
         raise ValueError("--data-file needs at least two different prompts, or give --val-file")
-    for key in order[:-1]:
-        if len(chosen) >= max(1, len(rows) // 10):
-            break
-        chosen.update(groups[key])
+    most_rows, most_prompts = max(1, len(rows) // 10), max(1, len(order) // 10)
+    chosen: list[int] = []
+    for key in [key for key in order if len(groups[key]) <= most_rows][:most_prompts]:
+        if len(chosen) + len(groups[key]) <= most_rows:
+            chosen += groups[key]
+    chosen = chosen or min(groups.values(), key=len)
     return [row for n, row in enumerate(rows) if n not in chosen], [row for n, row in enumerate(rows) if n in chosen]
 
 

@@ -36,6 +36,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -50,6 +51,10 @@ WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 ALL_LINEAR = "all-linear"
+TOKENIZER_FILES = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*", "additional_chat_templates",
+)  # fmt: skip
 EXPORT_AGAIN = "What was trained is saved, except in local mode: continue with --resume and another --export"
 
 
@@ -174,6 +179,31 @@ def check_tensors(model: PreTrainedModel, stored: dict[str, tuple[list[int], tor
             raise ValueError(f"--base {folder}: {name} is {shape}, but config.json says {list(tensor.shape)}")
 
 
+def check_copies(model: nn.Module, folder: Path) -> None:
+    """Raise ValueError if a tied tensor is stored beside its original and differs from it.
+
+    transformers would then use one of the two. Compares some thousand rows at a time.
+    """
+    inner = decoder(model)
+    names = {id(each): name for name, each in inner.named_parameters()}
+    copies = {name: names[id(each)] for name, each in inner.named_parameters(remove_duplicate=False)}
+    files = {}
+    for path in folder.glob("*.safetensors"):
+        file = safe_open(path, "pt")
+        files |= dict.fromkeys(file.keys(), file)
+    for copy, original in copies.items():
+        if copy != original and copy in files:
+            one, other = (files[name].get_slice(name) for name in (copy, original))
+            rows = one.get_shape()[0]
+            parts = range(0, rows, 4096)
+            same = one.get_shape() == other.get_shape()
+            if not same or not all(torch.equal(one[part : part + 4096], other[part : part + 4096]) for part in parts):
+                raise ValueError(
+                    f"--base {folder}: config.json says that {copy} is {original}, but the stored two differ. Set "
+                    f"tie_word_embeddings to false there, or remove {copy}"
+                )
+
+
 def checksum(folder: str | Path, log: Callable[[str], None] = lambda line: None) -> str:
     """Return a checksum of the base's weights, which names it in checkpoints. log: told about a long check."""
     entries = file_checksums(folder, [path.name for path in Path(folder).glob("*.safetensors")], log)
@@ -200,6 +230,7 @@ def build(args: Namespace, dtype: torch.dtype) -> nn.Module:
     would hold no more. Raises ValueError for a LoRA target that matches nothing.
     """
     config, stored = read_config(args.base), weight_files(Path(args.base))
+    config.output_hidden_states = config.output_attentions = False  # memory, and `generate` would fail
     in_bf16 = all(kind == torch.bfloat16 for _, kind in stored.values())
     frozen_bf16 = args.lora_rank > 0 and args.precision == "bf16" and in_bf16
     with torch.device("meta"):
@@ -209,6 +240,7 @@ def build(args: Namespace, dtype: torch.dtype) -> nn.Module:
             )
         except Exception as error:  # wrong values in config.json raise many kinds
             raise ValueError(f"{args.base}/config.json cannot be used: {first_line(error)}") from error
+        model.generation_config = GenerationConfig()  # not the base's: `generate` is told all that it needs
         check_tensors(model, stored, args.base)
         if not any(blocks(model)):
             raise ValueError(f"--base {args.base}: {type(model).__name__} does not say which of its layers are blocks")
@@ -345,10 +377,11 @@ def check_export_is_shared(args: Namespace, worker: Worker) -> None:
         os.rmdir(probe)
 
 
-def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker) -> None:
+def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker, ends: Sequence[int]) -> None:
     """Write --export: the fine-tuned model, the adapter, or with --merge the base with the adapter in it. Collective.
 
     The folder appears under its name when it is complete. Raises UsageError, on every rank.
+    ends: the tokens with which answers end. Whoever loads the folder has to stop at them.
     """
     folder, base = Path(args.export), Path(args.base)
     partial = folder.with_name(f".{folder.name}.partial")
@@ -376,8 +409,10 @@ def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker) -> No
     try:
         if args.lora_rank and not args.merge:
             write_adapter(model, base, partial, worker)
+            if worker.rank == 0 and (missing := missing_ends(base, ends)):
+                worker.log(f"the base does not stop where answers end: give `generate` eos_token_id={missing}")
         else:
-            write_model(model, base, partial, stored, worker)
+            write_model(model, base, partial, stored, worker, ends)
         with fail_together():
             if worker.rank == 0:
                 if not run.local_mode:
@@ -391,7 +426,9 @@ def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker) -> No
         raise UsageError(f"cannot write to --export {folder}: {first_line(cause)}. {EXPORT_AGAIN}") from error
 
 
-def write_model(model: nn.Module, base: Path, folder: Path, stored: dict, worker: Worker) -> None:
+def write_model(
+    model: nn.Module, base: Path, folder: Path, stored: dict, worker: Worker, ends: Sequence[int]
+) -> None:  # fmt: skip
     """Write the model to `folder`, with the base's dtypes, files, config, tokenizer and template. Collective.
 
     Each rank writes its slices, and rank 0 joins them, one tensor at a time. stored: from `weight_files`.
@@ -410,7 +447,41 @@ def write_model(model: nn.Module, base: Path, folder: Path, stored: dict, worker
             if not files:  # one file has no index
                 (folder / INDEX).unlink()
                 next(folder.glob("*.safetensors")).rename(folder / WEIGHTS)
-            copy_files(base, folder)
+            write_scalars(folder, {name: each for name, each in tensors.items() if each.dim() == 0})
+            copy_files(base, folder, "config.json", "generation_config.json", *TOKENIZER_FILES)
+            if missing := missing_ends(base, ends):
+                path = folder / "generation_config.json"
+                settings = json.loads(path.read_text()) if path.is_file() else {}
+                path.write_text(json.dumps({**settings, "eos_token_id": known_ends(base) + missing}, indent=2) + "\n")
+
+
+def write_scalars(folder: Path, scalars: dict[str, torch.Tensor]) -> None:
+    """Write tensors without dimensions into the files of a folder: when slices are joined, these become 0.
+
+    A file of safetensors begins with the length of its header in eight bytes, and offsets count from the header's end.
+    """
+    for path in folder.glob("*.safetensors"):
+        with open(path, "r+b") as file:
+            length = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(length))
+            for name in header.keys() & scalars.keys():
+                file.seek(8 + length + header[name]["data_offsets"][0])
+                file.write(bytes(scalars[name].cpu().reshape(1).view(torch.uint8)))
+
+
+def known_ends(base: Path) -> list[int]:
+    """Return the tokens at which `generate` stops with a folder's configuration."""
+    for name in ("generation_config.json", "config.json"):
+        if (base / name).is_file():
+            ends = json.loads((base / name).read_text(encoding="utf-8")).get("eos_token_id")
+            if ends is not None:
+                return ends if isinstance(ends, list) else [ends]
+    return []
+
+
+def missing_ends(base: Path, ends: Sequence[int]) -> list[int]:
+    """Return those of `ends` at which `generate` would not stop."""
+    return [end for end in ends if end not in known_ends(base)]
 
 
 def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worker) -> None:
@@ -432,15 +503,17 @@ def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worke
             config = model.peft_config["default"]
             config.base_model_name_or_path, config.inference_mode = str(base), True
             config.save_pretrained(folder)
-            copy_files(base, folder, but=("config.json", "generation_config.json"))
+            copy_files(base, folder, *TOKENIZER_FILES)
 
 
-def copy_files(base: Path, folder: Path, but: Sequence[str] = ()) -> None:
-    """Copy the base's configuration, tokenizer, template and license."""
-    for path in base.iterdir():
-        is_text = path.suffix in (".json", ".jinja", ".txt", ".model") or path.name.startswith(("LICENSE", "NOTICE"))
-        if path.is_file() and is_text and path.name not in (INDEX, *but):
-            shutil.copy(path, folder)
+def copy_files(base: Path, folder: Path, *patterns: str) -> None:
+    """Copy what matches a pattern, and the license. Whatever else a base holds may describe something else."""
+    for pattern in (*patterns, "LICENSE*", "NOTICE*"):
+        for path in base.glob(pattern):
+            if path.is_dir():
+                shutil.copytree(path, folder / path.name, dirs_exist_ok=True)
+            elif path.suffix != ".safetensors":
+                shutil.copy(path, folder)
 
 
 @torch.no_grad()

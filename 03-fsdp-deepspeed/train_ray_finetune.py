@@ -161,7 +161,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
 
     # [6] Write what others can load.
     if args.export:
-        pretrained.export(model, args, run, worker)
+        pretrained.export(model, args, run, worker, task.ends)
     return progress.metrics
 
 

@@ -267,9 +267,27 @@ def test_a_tenth_is_for_validation_and_equal_prompts_stay_together():
 
     rows = [(f"line {number}", (f"prompt {number % 70}", f"answer {number}")) for number in range(200)]
     train, val = pairs.split(rows)
-    assert sorted(train + val) == sorted(rows) and 20 <= len(val) <= 22
+    assert sorted(train + val) == sorted(rows) and 18 <= len(val) <= 20
     assert not {prompt for _, (prompt, _) in train} & {prompt for _, (prompt, _) in val}
     assert pairs.split(rows) == (train, val)
+
+
+def test_a_prompt_of_most_rows_does_not_become_the_validation_set():
+    import pairs
+
+    often = [(f"line {number}", ("often", f"answer {number}")) for number in range(90)]
+    once = [(f"line {number}", (f"prompt {number}", "answer")) for number in range(10)]
+    train, val = pairs.split(often + once)
+    assert len(val) == 1 and len(train) == 99
+    train, val = pairs.split(often[:20] + [(place, ("too", answer)) for place, (_, answer) in often[:19]])
+    assert (len(train), len(val)) == (20, 19)  # no prompt has less than a tenth
+
+
+def test_a_run_says_what_it_learns_from(exported, tokenizer):
+    said = exported[1]["llama"]
+    assert "[driver] 50 rows to train on, 10 to validate with\n" in said
+    (first,) = [line for line in said.splitlines() if "double brackets: " in line]
+    assert first.count("[[") == 1 and first.endswith("<|end|>]]") and "<|user|>" in first.partition("[[")[0]
 
 
 # --- Exported, and loaded in another process ----------------------------------------------------------------------
@@ -287,6 +305,7 @@ def exported(base, rows, tmp_path_factory) -> tuple[Path, dict[str, str]]:
         "dropout, evaluated": [*dropout, "--eval-every-steps", 2],
     }  # fmt: skip
     commands = {name: tune(base, rows, folder / name, *more) for name, more in options.items()}
+    commands["odd"] = tune(with_foreign_settings(base, folder / "odd-base"), rows, folder / "odd")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiny_base, "STEPS", 2)  # its weights are of no matter here
         for each in (tiny_base.PAIRS[0], tiny_base.BASE):
@@ -304,6 +323,33 @@ def test_an_export_answers_as_the_run_has_measured(name, exported, rows):
 
 def test_an_export_is_as_its_base(exported, base):
     assert_is_as_its_base(exported[0] / "llama", base)
+
+
+def with_foreign_settings(base: Path, folder: Path) -> Path:
+    """A base as others leave it: with settings of what its model returns, another end, and files of other models."""
+    damaged(base, folder, output_hidden_states=True, output_attentions=True, eos_token_id=5)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6], "num_beams": 4, "temperature": 0.5}')
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (folder / "trainer_state.json").write_text("{}")
+    (folder / "LICENSE").write_text("free")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/rag.jinja").write_text("{{ messages }}")
+    return folder
+
+
+def test_an_export_holds_what_describes_it_and_stops_where_its_answers_end(exported, tokenizer):
+    folder = exported[0] / "odd"
+    assert {path.name for path in folder.iterdir()} == {
+        "LICENSE", "additional_chat_templates", "chat_template.jinja", "config.json", "generation_config.json",
+        "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    }  # fmt: skip
+    assert (folder / "additional_chat_templates/rag.jinja").is_file()
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings == {"eos_token_id": [5, 6, tokenizer.eos_token_id], "num_beams": 4, "temperature": 0.5}
+    assert last_metrics(folder)["step_losses"] == last_metrics(exported[0] / "llama")["step_losses"]
+    base, llama = (exported[0] / f"{name}/generation_config.json" for name in ("odd-base", "llama"))
+    assert json.loads(base.read_text())["eos_token_id"] == [5, 6]
+    assert json.loads(llama.read_text())["eos_token_id"] == tokenizer.eos_token_id
 
 
 @torch.no_grad()
@@ -502,6 +548,17 @@ def several_files(base: Path, folder: Path, missing: str) -> Path:
     return folder
 
 
+def with_a_head(base: Path, folder: Path) -> Path:
+    """A base that says that its head is the embedding, with a head of its own in the file."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(damaged(base, folder) / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    weights["lm_head.weight"][-1, -1] += 1
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def of_another_kind(folder: Path, tokenizer, kind: str) -> Path:
     """A base whose tensors transformers renames or merges."""
     from transformers import GPTNeoXConfig, MixtralConfig
@@ -553,6 +610,10 @@ BASES = {
     "another shape": (
         lambda base, folder, _: damaged(base, folder, intermediate_size=96),
         "mlp.gate_proj.weight is [64, 32], but config.json says [96, 32]",
+    ),
+    "a tied head that differs": (
+        lambda base, folder, _: with_a_head(base, folder),
+        "config.json says that lm_head.weight is model.embed_tokens.weight, but the stored two differ",
     ),
     "GPT-NeoX": (lambda base, folder, tokenizer: of_another_kind(folder, tokenizer, "neox"), "transformers renames or"),
     "Mixtral": (lambda base, folder, tokenizer: of_another_kind(folder, tokenizer, "mixtral"), "transformers renames"),
@@ -653,8 +714,8 @@ def test_an_export_that_somebody_else_made_meanwhile_is_refused(base, tmp_path):
     for note in (None, ("somewhere else", 0.0)):
         run = Options(local_mode=False, read_file=lambda name, note=note: note)
         with pytest.raises(UsageError, match="was made by somebody else meanwhile"):
-            pretrained.export(None, args, run, Worker())
-    pretrained.export(None, args, Options(local_mode=False, read_file=lambda name: (args.export, 0.0)), Worker())
+            pretrained.export(None, args, run, Worker(), ends=[])
+    pretrained.export(None, args, Options(local_mode=False, read_file=lambda name: (args.export, 0.0)), Worker(), ends=[])
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 

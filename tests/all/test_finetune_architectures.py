@@ -26,12 +26,16 @@ pytestmark = pytest.mark.usefixtures("no_ray")
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> dict[str, Path]:
-    """A Llama, Qwen2 in bfloat16 and several files, Gemma 3, and GPT-2 without a chat template."""
-    from transformers import AutoTokenizer, Gemma3TextConfig, GPT2Config, Qwen2Config
+    """A Llama, Qwen2 in bfloat16 and several files, Gemma 3, GPT-2 without a chat template, and Apertus.
+
+    Apertus has tensors without dimensions.
+    """
+    from transformers import ApertusConfig, AutoTokenizer, Gemma3TextConfig, GPT2Config, Qwen2Config
 
     folder, tokenizer = tmp_path_factory.mktemp("bases"), make_tokenizer()
     qwen = Qwen2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
     gemma = Gemma3TextConfig(**SMALL, **HEADS, max_position_embeddings=128, sliding_window=16)
+    apertus = ApertusConfig(**SMALL, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
     gpt2 = GPT2Config(vocab_size=1024, n_embd=32, n_layer=2, n_head=4, n_positions=128)
     save_base(folder / "qwen2", qwen, tokenizer, torch.bfloat16, max_shard_size="40KB")
     plain = AutoTokenizer.from_pretrained(folder / "qwen2")
@@ -41,6 +45,7 @@ def bases(tmp_path_factory) -> dict[str, Path]:
         "qwen2": folder / "qwen2",
         "gemma3": save_base(folder / "gemma3", gemma, tokenizer),
         "gpt2": save_base(folder / "gpt2", gpt2, plain),
+        "apertus": save_base(folder / "apertus", apertus, tokenizer),
     }
 
 
@@ -60,13 +65,13 @@ def exported(bases, rows, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     return folder, launch(2, commands)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2", "apertus"])
 def test_an_export_answers_as_the_run_has_measured(name, exported, rows):
     """(Llama and an adapter: test_finetune.py.) A bfloat16 export rounds the float32 weights that the run measured."""
     assert_answers_as_measured(exported[0] / name, rows[1], tolerance=2e-2 if name == "qwen2" else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2", "apertus"])
 def test_an_export_is_as_its_base(name, exported, bases):
     assert_is_as_its_base(exported[0] / name, bases[name], torch.bfloat16 if name == "qwen2" else torch.float32)
 
