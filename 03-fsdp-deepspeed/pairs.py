@@ -30,6 +30,7 @@ from shared.tasks import Task
 
 NO_TARGET = -100  # cross_entropy's ignore_index: a position whose next token is not part of an answer
 Turns = list[dict[str, str]]
+UNUSED = ("tools", "functions", "documents", "images", "videos", "audios", "chat_template_kwargs", "chosen", "rejected")
 
 
 class Pairs(Dataset):
@@ -323,7 +324,10 @@ def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
         raise ValueError(f"{place}: not JSON, with one row per line ({error})") from error
     if not isinstance(row, dict) or not row.keys() & {"prompt", "completion", "messages"}:
         raise ValueError(f'{place}: a row is {{"prompt": ..., "completion": ...}} or {{"messages": [...]}}')
-    if "messages" in row:
+    for name in UNUSED:
+        if row.get(name):
+            raise ValueError(f'{place}: "{name}" would change what is learned, and this script does not use it')
+    if row.get("messages") is not None:
         turns = row["messages"]
         fits = isinstance(turns, list) and all(
             isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
@@ -331,8 +335,17 @@ def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
         )
         if not fits:
             raise ValueError(f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}')
-        if not any(turn["role"] == "assistant" and turn["content"].strip() for turn in turns):
+        for number, turn in enumerate(turns, start=1):
+            if turn.get("tool_calls") or turn.get("weight", 1) != 1:
+                name = "tool_calls" if turn.get("tool_calls") else "weight"
+                raise ValueError(
+                    f'{place}: "{name}" of turn {number} would change what is learned, and is not used here'
+                )
+        answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
+        if not any(answers):
             raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
+        if not all(answers):
+            raise ValueError(f"{place}: a turn of the assistant is empty; it would teach the model to end at once")
         return turns
     for name in ("prompt", "completion"):
         if not isinstance(row.get(name), str):

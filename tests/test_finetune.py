@@ -644,6 +644,14 @@ PAIR = '{"prompt": "a", "completion": "b"}'
     ('{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}',
+     'line 2: "tools" would change what is learned'),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
+     'line 2: "weight" of turn 2 would change'),
+    ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "assistant", "content": "b"}]}',
+     'line 2: "tool_calls" of turn 1 would change'),
+    ('{"messages": [{"role": "assistant", "content": ""}, {"role": "assistant", "content": "b"}]}',
+     "line 2: a turn of the assistant is empty"),
     ('{"prompt": "c", "completion": "\\ud800"}', "line 2: "),
     (json.dumps({"prompt": "x" * 999, "completion": "b"}), "tokens, but the model takes 128"),
 ])  # fmt: skip
@@ -651,6 +659,12 @@ def test_a_row_is_refused_with_its_line(line, because, base, tmp_path):
     (tmp_path / "rows.jsonl").write_text(f"{PAIR}\n{line}\n")
     error = refused_here(FINETUNE, "--base", base, "--data-file", tmp_path / "rows.jsonl")
     assert "rows.jsonl, line 2: " in error and because in error
+
+
+def test_a_row_may_say_that_it_has_no_turns():
+    import pairs
+
+    assert pairs.parse_row('{"messages": null, "prompt": "a", "completion": "b", "tools": []}', "") == ("a", "b")
 
 
 def test_more_of_the_rows_are_refused(base, rows, tokenizer, tmp_path):
@@ -715,7 +729,9 @@ def test_an_export_that_somebody_else_made_meanwhile_is_refused(base, tmp_path):
         run = Options(local_mode=False, read_file=lambda name, note=note: note)
         with pytest.raises(UsageError, match="was made by somebody else meanwhile"):
             pretrained.export(None, args, run, Worker(), ends=[])
-    pretrained.export(None, args, Options(local_mode=False, read_file=lambda name: (args.export, 0.0)), Worker(), ends=[])
+    pretrained.export(
+        None, args, Options(local_mode=False, read_file=lambda name: (args.export, 0.0)), Worker(), ends=[]
+    )
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
 
 
