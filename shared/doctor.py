@@ -5,6 +5,7 @@ import importlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -155,6 +156,12 @@ def check_environment() -> Iterator[tuple[bool, str]]:
         yield (
             False,
             "TORCH_DISTRIBUTED_DEBUG=DETAIL: with it, torch 2.15's DistributedDataParallel crashes on CPUs. Unset it",
+        )
+    if shlex.quote(sys.prefix) != sys.prefix:
+        yield (
+            False,
+            f"the path {sys.prefix} holds a blank or a quote, with which Ray's workers do not start in all lessons. "
+            "Move the workshop to a folder without them, and run `make lab` there",
         )
     home = Path(os.path.expanduser("~"))
     if not os.access(home, os.W_OK | os.X_OK):

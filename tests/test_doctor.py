@@ -326,6 +326,12 @@ def test_variables_that_spoil_lessons_or_scripts_are_named(tmp_path):
         assert sum(line.startswith("[FAIL] ") and said in line for line in done.stdout.splitlines()) == 1, (name, done)
 
 
+def test_a_folder_whose_name_a_shell_would_split(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "prefix", "/it's a course/.venv")
+    (said,) = failures(capsys)
+    assert said.startswith("the path /it's a course/.venv holds a blank or a quote, with which Ray's workers do not st")
+
+
 @pytest.mark.parametrize("addresses", [[], ["192.0.2.77"]], ids=["none", "of another machine"])
 def test_a_machine_whose_name_is_no_address_of_it(addresses, monkeypatch, capsys, tmp_path):
     def look_up(name, port):

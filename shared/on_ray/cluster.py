@@ -5,7 +5,9 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import socket
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,6 +111,8 @@ def start_own(num_workers: int, spare_cpus: int, dashboard: bool) -> str | None:
         # Even without a dashboard Ray records an address for it, with port 8265 by default. Ray Train's helper, which
         # removes the workers of a dead controller, asks there. A different Ray's dashboard would give a wrong answer.
         options["dashboard_port"] = free_port()
+    if (quoted := shlex.quote(sys.executable)) != sys.executable:
+        options["runtime_env"] = {"py_executable": quoted}  # Ray lets a shell start its workers
     before = os.environ.get("RAY_ADDRESS")
     os.environ.update(OWN_RAY_ENV)
     try:
