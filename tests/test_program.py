@@ -720,8 +720,8 @@ def test_other_messages_name_keys_too(tmp_path, monkeypatch):
 def test_every_option_that_a_message_names_is_one_of_the_program():
     """In whatever `shared` may say to its user: they are its own, or it has keys in their place."""
     own = {"--resume", "--run-name", "--help"}
-    # The scripts' data sets and models; their local mode; torchrun's and srun's own options.
-    elsewhere = {"tasks", "datasets", "models", "distributed"}
+    # The scripts' data sets and models; their local mode; torchrun's and srun's own options; papermill's.
+    elsewhere = {"tasks", "datasets", "models", "distributed", "doctor"}
     unreachable = {"--metrics-out", "--dataset"}  # the program has neither
     modules = [path for path in (ROOT / "shared").rglob("*.py") if path.stem not in elsewhere]
     modules.remove(ROOT / "shared/on_ray/options.py")  # of the scripts
