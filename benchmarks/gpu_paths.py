@@ -62,91 +62,108 @@ class Trial:
 
 
 def trials() -> list[Trial]:
-    """Return all trials, references first."""
+    """Return all trials, those on Ray first, because they take longest."""
     exact = 1e-9  # float64, where only the order of sums differs
-    n, workers = GPUS, f"--num-workers {GPUS}"
-    fp64, gpt = "--precision fp64", f"{TEXT} --preset nano"
-    split = "--save-every-steps 2"
-    program = f"{SMALL} --set training.precision=fp64 --set cluster.num_workers={n}"
-    on_gpus = " --set 'cluster.resources_per_worker={CPU: 1, GPU: 1}'"
+    fp64, gpt, split = "--precision fp64", f"{TEXT} --preset nano", "--save-every-steps 2"
     long = "--max-steps 60 --batch-size 16 --epochs 3 --precision fp64"
+    local, workers, on_cpu = "--num-workers 0", f"--num-workers {GPUS}", "--num-workers 0 --no-use-gpu"
+    alone = "" if GPUS > 1 else "Ray Data, fp64, CPU"  # the order of its rows depends on the number of workers
+    program = f"{SMALL} --set training.precision=fp64"
+    on_gpus = f"--set cluster.num_workers={GPUS} --set 'cluster.resources_per_worker={{CPU: 1, GPU: 1}}'"
     return [
+        Trial("Ray Data, fp64, CPU", RAY_DATA, f"{IMAGES} {fp64} {workers} --no-use-gpu", on="cpu"),
+        Trial("Ray Data", RAY_DATA, f"{IMAGES} {fp64} {workers}", alone, exact),
+        Trial("Ray DDP, 60 steps, a worker killed", RAY, f"{long} {split} {workers}", "DDP, 60 steps", 1e-6, kill=True),
+        Trial("FSDP2, 60 steps, a worker killed", FSDP2, f"{long} {split} {workers}", "FSDP2, 60 steps", 1e-6,
+              kill=True),
+        Trial("ZeRO-2, continued", ZERO, f"{gpt} --zero-stage 2 {workers}", "GPT, fp64, CPU", 0.01,
+              first=f"{gpt} {split} --zero-stage 2 {workers} --max-steps 4"),
+        Trial("finetune LoRA, continued", FINETUNE, f"{ROWS} {fp64} --lora-rank 4 {workers}",
+              "finetune LoRA, fp64, CPU", exact, first=f"{ROWS} {split} {fp64} --lora-rank 4 {workers} --max-steps 4"),
+        Trial("finetune, exported", FINETUNE, f"{ROWS} {fp64} {workers} --export {{folder}}/export",
+              "finetune, fp64, CPU", exact),
+        Trial("program", "training.distributed_training", f"{program} {on_gpus}", "program, fp64, CPU", exact),
+        Trial("Ray DDP, two workers on CPUs beside the GPU", RAY, f"{IMAGES} {fp64} --num-workers 2 --no-use-gpu",
+              "DDP, fp64, CPU", exact),
+        Trial("Ray DDP", RAY, f"{IMAGES} {fp64} {workers}", "DDP, fp64, CPU", exact),
+        Trial("FSDP2", FSDP2, f"{gpt} {fp64} {workers}", "GPT, fp64, CPU", exact),
+        Trial("ZeRO-2, fp32", ZERO, f"{gpt} --zero-stage 2 {workers}", "GPT, fp64, CPU", 0.01),
+        Trial("Ray DDP, one worker more than GPUs", RAY, f"{IMAGES} --num-workers {GPUS + 1}", fails_with="GPU"),
+        Trial("program, fp16", "training.distributed_training", f"{program} {on_gpus}".replace("fp64", "fp16"),
+              "program, fp64, CPU", 0.1),
+        # Without Ray's processes.
         Trial("DDP, fp64, CPU", DDP, f"{IMAGES} {fp64}", on="cpu"),
         Trial("DDP with BatchNorm, fp64, CPU", DDP, f"{IMAGES} {fp64} --model resnet18-batchnorm", on="cpu"),
         Trial("GPT, fp64, CPU", DDP, f"{gpt} {fp64}", on="cpu"),
-        Trial("Ray Data, fp64, CPU", RAY_DATA, f"{IMAGES} {fp64} --num-workers 1 --no-use-gpu", on="cpu"),
-        Trial("finetune, fp64, CPU", FINETUNE, f"{ROWS} {fp64} --num-workers 0 --no-use-gpu", on="cpu"),
-        Trial("finetune LoRA, fp64, CPU", FINETUNE, f"{ROWS} {fp64} --num-workers 0 --no-use-gpu --lora-rank 4",
-              on="cpu"),
-        Trial("program, fp64, CPU", "training.local_training", f"{SMALL} --set training.precision=fp64", on="cpu"),
+        Trial("finetune, fp64, CPU", FINETUNE, f"{ROWS} {fp64} {on_cpu}", on="cpu"),
+        Trial("finetune LoRA, fp64, CPU", FINETUNE, f"{ROWS} {fp64} {on_cpu} --lora-rank 4", on="cpu"),
+        Trial("program, fp64, CPU", "training.local_training", program, on="cpu"),
+        Trial("DDP, 60 steps", DDP, long, launch="torchrun"),
+        Trial("FSDP2, 60 steps", FSDP2, f"{long} {local}", launch="torchrun"),
+        *(Trial(f"ZeRO-{stage}, offload", ZERO, f"{gpt} --zero-stage {stage} --offload {local}", "GPT, fp64, CPU",
+                0.01, "torchrun") for stage in (2, 3)),
         Trial("DDP, one process, fp64", DDP, f"{IMAGES} {fp64}", "DDP, fp64, CPU", exact),
         Trial("DDP, torchrun, fp64", DDP, f"{IMAGES} {fp64}", "DDP, fp64, CPU", exact, "torchrun"),
-        Trial("DDP, torchrun, fp32", DDP, IMAGES, "DDP, fp64, CPU", 0.02, "torchrun"),
-        Trial("DDP, torchrun, bf16", DDP, f"{IMAGES} --precision bf16", "DDP, fp64, CPU", 0.2, "torchrun"),
+        Trial("DDP, torchrun, fp32", DDP, IMAGES, "DDP, fp64, CPU", 0.1, "torchrun"),
+        Trial("DDP, torchrun, bf16", DDP, f"{IMAGES} --precision bf16", "DDP, fp64, CPU", 0.5, "torchrun"),
         Trial("DDP with BatchNorm, torchrun, fp64", DDP, f"{IMAGES} {fp64} --model resnet18-batchnorm",
-              "DDP with BatchNorm, fp64, CPU" if n == 1 else "", exact, "torchrun"),
+              "" if GPUS > 1 else "DDP with BatchNorm, fp64, CPU", exact, "torchrun"),
         Trial("DDP, one rank more than GPUs", DDP, IMAGES, launch="torchrun+1", fails_with="one process per GPU"),
-        Trial("DDP with dropout, fp32", DDP, f"{IMAGES} --model mlp", launch="torchrun"),
-        Trial("DDP with dropout, continued", DDP, f"{IMAGES} --model mlp", "DDP with dropout, fp32", 1e-6,
+        Trial("DDP with dropout", DDP, f"{IMAGES} --model mlp", launch="torchrun"),
+        Trial("DDP with dropout, continued", DDP, f"{IMAGES} --model mlp", "DDP with dropout", 1e-5,
               "torchrun", first=f"{IMAGES} {split} --model mlp --max-steps 4"),
-        Trial("DDP, a checkpoint of a CPU continued", DDP, f"{IMAGES} {fp64}", "DDP, fp64, CPU", exact, "torchrun",
+        Trial("DDP, a CPU's checkpoint continued", DDP, f"{IMAGES} {fp64}", "DDP, fp64, CPU", exact, "torchrun",
               first=f"{IMAGES} {split} {fp64} --max-steps 4", first_on="cpu"),
         Trial("DDP, continued on a CPU", DDP, f"{IMAGES} {fp64}", "DDP, fp64, CPU", exact, on="cpu",
               first=f"{IMAGES} {split} {fp64} --max-steps 4"),
         Trial("DDP, GPT, activation checkpointing", DDP, f"{gpt} {fp64} --activation-checkpointing",
               "GPT, fp64, CPU", exact, "torchrun"),
-        Trial("Ray DDP, local mode", RAY, f"{IMAGES} {fp64} --num-workers 0", "DDP, fp64, CPU", exact),
-        Trial("Ray DDP", RAY, f"{IMAGES} {fp64} {workers}", "DDP, fp64, CPU", exact),
-        Trial("DDP, 60 steps", DDP, long, launch="torchrun"),
-        Trial("Ray DDP, 60 steps, a worker killed", RAY, f"{long} {split} {workers}", "DDP, 60 steps", 1e-6, kill=True),
-        Trial("Ray DDP, bf16", RAY, f"{IMAGES} --precision bf16 {workers}", "DDP, torchrun, bf16", 0.05),
-        Trial("Ray DDP, two workers on CPUs beside the GPU", RAY, f"{IMAGES} {fp64} --num-workers 2 --no-use-gpu",
-              "DDP, fp64, CPU", exact),
-        Trial("Ray DDP, one worker more than GPUs", RAY, f"{IMAGES} --num-workers {n + 1}", fails_with="GPU"),
-        Trial("Ray Data", RAY_DATA, f"{IMAGES} {fp64} {workers}", "Ray Data, fp64, CPU" if n == 1 else "", exact),
-        Trial("FSDP2, local mode", FSDP2, f"{gpt} {fp64} --num-workers 0", "GPT, fp64, CPU", exact),
-        Trial("FSDP2", FSDP2, f"{gpt} {fp64} {workers}", "GPT, fp64, CPU", exact),
+        Trial("Ray DDP, local mode", RAY, f"{IMAGES} {fp64} {local}", "DDP, fp64, CPU", exact),
+        Trial("FSDP2, local mode", FSDP2, f"{gpt} {fp64} {local}", "GPT, fp64, CPU", exact),
         Trial("FSDP2, not resharded, activation checkpointing", FSDP2,
-              f"{gpt} {fp64} {workers} --no-reshard-after-forward --activation-checkpointing", "GPT, fp64, CPU", exact),
-        Trial("FSDP2, offload", FSDP2, f"{gpt} {fp64} {workers} --offload", "GPT, fp64, CPU", exact),
-        Trial("FSDP2, offload, continued", FSDP2, f"{gpt} {fp64} {workers} --offload", "GPT, fp64, CPU", exact,
-              first=f"{gpt} {split} {fp64} {workers} --max-steps 4 --offload"),
-        Trial("FSDP2, bf16", FSDP2, f"{gpt} --precision bf16 {workers}", "GPT, fp64, CPU", 0.1),
-        Trial("FSDP2, a checkpoint of two CPUs continued", FSDP2, f"{gpt} {fp64} {workers}", "GPT, fp64, CPU", exact,
-              first=f"{gpt} {split} {fp64} --num-workers 2 --no-use-gpu --max-steps 4", first_on="cpu"),
-        Trial("FSDP2, 60 steps", FSDP2, f"{long} --num-workers 0"),
-        Trial("FSDP2, 60 steps, a worker killed", FSDP2, f"{long} {split} {workers}", "FSDP2, 60 steps", 1e-6,
-              kill=True),
-        *(Trial(f"ZeRO-{stage}, fp32", ZERO, f"{gpt} --zero-stage {stage} {workers}", "GPT, fp64, CPU", 0.01)
-          for stage in range(4)),
-        Trial("ZeRO-2, fp32, local mode", ZERO, f"{gpt} --zero-stage 2 --num-workers 0", "ZeRO-2, fp32", 1e-4),
-        Trial("ZeRO-2, fp32, continued", ZERO, f"{gpt} --zero-stage 2 {workers}", "ZeRO-2, fp32", 1e-4,
-              first=f"{gpt} {split} --zero-stage 2 {workers} --max-steps 4"),
-        *(Trial(f"ZeRO-{stage}, {precision}", ZERO, f"{gpt} --zero-stage {stage} --precision {precision} {workers}",
-                "GPT, fp64, CPU", 0.2) for stage in (1, 3) for precision in ("bf16", "fp16")),
-        *(Trial(f"ZeRO-{stage}, offload", ZERO, f"{gpt} --zero-stage {stage} --offload {workers}", "ZeRO-2, fp32",
-                0.01) for stage in (2, 3)),
-        Trial("finetune", FINETUNE, f"{ROWS} {fp64} {workers} --export {{folder}}/export", "finetune, fp64, CPU",
-              exact),
-        Trial("finetune, local mode", FINETUNE, f"{ROWS} {fp64} --num-workers 0", "finetune, fp64, CPU", exact),
+              f"{gpt} {fp64} {local} --no-reshard-after-forward --activation-checkpointing", "GPT, fp64, CPU", exact,
+              "torchrun"),
+        Trial("FSDP2, offload", FSDP2, f"{gpt} {fp64} {local} --offload", "GPT, fp64, CPU", exact, "torchrun"),
+        Trial("FSDP2, bf16", FSDP2, f"{gpt} --precision bf16 {local}", "GPT, fp64, CPU", 0.1, "torchrun"),
+        *(Trial(f"ZeRO-{stage}, fp32, local mode", ZERO, f"{gpt} --zero-stage {stage} {local}", "GPT, fp64, CPU",
+                0.01, "torchrun") for stage in (0, 1, 3)),
+        *(Trial(f"ZeRO-{stage}, {precision}", ZERO, f"{gpt} --zero-stage {stage} --precision {precision} {local}",
+                "GPT, fp64, CPU", 0.2, "torchrun") for stage in (1, 3) for precision in ("bf16", "fp16")),
         Trial("finetune, accumulated, recomputed", FINETUNE,
-              f"{ROWS} {fp64} {workers} --accumulate 2 --activation-checkpointing", "finetune, fp64, CPU", exact),
-        Trial("finetune, bf16", FINETUNE, f"{ROWS} --precision bf16 {workers}", "finetune, fp64, CPU", 0.1),
-        Trial("finetune LoRA", FINETUNE, f"{ROWS} {fp64} --lora-rank 4 {workers}", "finetune LoRA, fp64, CPU", exact),
-        Trial("finetune LoRA, continued", FINETUNE, f"{ROWS} {fp64} --lora-rank 4 {workers}",
-              "finetune LoRA, fp64, CPU", exact, first=f"{ROWS} {split} {fp64} --lora-rank 4 {workers} --max-steps 4"),
-        Trial("program, one process", "training.local_training", f"{SMALL} --set training.precision=fp64",
-              "program, fp64, CPU", exact),
-        Trial("program", "training.distributed_training", program + on_gpus, "program, fp64, CPU", exact),
-        Trial("program, fp16", "training.distributed_training",
-              program.replace("fp64", "fp16") + on_gpus, "program, fp64, CPU", 0.1),
+              f"{ROWS} {fp64} {local} --accumulate 2 --activation-checkpointing", "finetune, fp64, CPU", exact,
+              "torchrun"),
+        Trial("finetune, bf16", FINETUNE, f"{ROWS} --precision bf16 {local}", "finetune, fp64, CPU", 0.1, "torchrun"),
+        Trial("finetune LoRA, local mode", FINETUNE, f"{ROWS} {fp64} --lora-rank 4 {local}",
+              "finetune LoRA, fp64, CPU", exact, "torchrun"),
+        Trial("program, one process", "training.local_training", program, "program, fp64, CPU", exact),
+        *(Trial(f"124m: {', '.join(key)}", *command, launch="torchrun") for key, command in sizes().items()),
     ]  # fmt: skip
+
+
+def sizes() -> dict[tuple[str, ...], tuple[str, str]]:
+    """Return the runs of the GPT with 124M parameters: strategy, precision and more, then script and options."""
+    common = f"--dataset text --preset 124m --batch-size {8 * GPUS} --max-steps 12 --num-workers 0"
+    return {
+        (strategy, precision, *special): (script, f"{common} --precision {precision} {more}")
+        for script, strategy, precision, more, *special in (
+            (FSDP2, "fsdp2", "fp32", ""),
+            (FSDP2, "fsdp2", "bf16", ""),
+            (FSDP2, "fsdp2", "bf16", "--activation-checkpointing", "activation checkpointing"),
+            (FSDP2, "fsdp2", "bf16", "--offload", "offload"),
+            (ZERO, "zero-0", "bf16", "--zero-stage 0"),
+            (ZERO, "zero-1", "bf16", "--zero-stage 1"),
+            (ZERO, "zero-2", "bf16", "--zero-stage 2"),
+            (ZERO, "zero-3", "bf16", "--zero-stage 3"),
+            (ZERO, "zero-2", "bf16", "--zero-stage 2 --offload", "offload"),
+        )
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="WORD", help="only the paths whose name holds it")
     parser.add_argument("--at-once", type=int, default=5, metavar="N", help="runs at a time (default: %(default)s)")
+    parser.add_argument("--start-within", type=float, default=3600, metavar="S", help="default: an hour")
     parser.add_argument("--out", type=Path, default=HERE / "results", help="default: benchmarks/results")
     args = parser.parse_args()
     if GPUS == 0:
@@ -162,7 +179,8 @@ def main() -> None:
             tiny_base.make(str(data), name, print)
         with ThreadPoolExecutor(args.at_once) as pool:
             wanted = [trial for trial in trials() if trial.name in needed]
-            done = pool.map(lambda trial: run(trial, Path(folder)), wanted)
+            done = pool.map(lambda trial: run(trial, Path(folder), started + args.start_within), wanted)
+            optimizer = {} if args.only else {kind: optimizer_peak(kind) for kind in ("foreach", "fused", "for-loop")}
             outcomes = dict(zip([trial.name for trial in wanted], done, strict=True))
         for trial in wanted:
             judge(trial, outcomes)
@@ -171,8 +189,7 @@ def main() -> None:
                 print(f"\n--- {trial.name}: {outcomes[trial.name]['verdict']}\n{output}", flush=True)
         result = {"date": time.strftime("%Y-%m-%d"), **machine(quick=True), "paths": outcomes}
         if not args.only:
-            result["memory"] = memory(Path(folder))
-            result["optimizer"] = {kind: optimizer_peak(kind) for kind in ("foreach", "fused", "for-loop")}
+            result |= {"memory": memory(outcomes), "optimizer": optimizer}
     args.out.mkdir(parents=True, exist_ok=True)
     name = f"gpu-{result['date']}-{re.sub('[^a-z0-9]+', '-', result['device'].lower()).strip('-')}"
     (args.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
@@ -197,8 +214,13 @@ def command(trial: Trial, options: str, folder: Path, resume: bool) -> list[str]
     return [sys.executable, *launch, *words, *["--resume"] * resume]
 
 
-def run(trial: Trial, folder: Path) -> dict:
-    """Run a trial and return its losses, its seconds and the end of what it printed."""
+def run(trial: Trial, folder: Path, deadline: float) -> dict:
+    """Run a trial and return its losses, its seconds and the end of what it printed.
+
+    deadline: the time, as of `time.time`, after which no run starts.
+    """
+    if time.time() > deadline:
+        return {"seconds": 0, "code": "not run", "killed": False, "losses": [], "output": ""}
     folder = folder / re.sub("[^a-z0-9]+", "-", trial.name.lower())
     folder.mkdir()
     started, code = time.time(), 0
@@ -221,7 +243,9 @@ def run(trial: Trial, folder: Path) -> dict:
                 break
     text = (folder / "output").read_text()
     outcome = {"seconds": round(time.time() - started, 1), "code": code, "killed": killed}
-    outcome |= {"losses": read_losses(folder), "output": "\n".join(text.splitlines()[-25:])}
+    lines = read_epochs(folder)
+    outcome["losses"] = [loss for line in lines for loss in line.pop("step_losses")]
+    outcome |= {"last": lines[-1] if lines else None, "output": "\n".join(text.splitlines()[-25:])}
     print(f"{outcome['seconds']:6.1f} s  exit code {code}  {trial.name}", flush=True)
     return outcome
 
@@ -239,15 +263,13 @@ def kill_a_worker(process: subprocess.Popen, folder: Path) -> bool:
     return False
 
 
-def read_losses(folder: Path) -> list[float]:
-    """Return the losses of all steps, or [] if the run wrote none."""
+def read_epochs(folder: Path) -> list[dict]:
+    """Return the metrics of all epochs, or [] if the run wrote none."""
     if (folder / "metrics.jsonl").exists():
-        lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    elif (folder / "logs/run/metrics.json").exists():
-        lines = json.loads((folder / "logs/run/metrics.json").read_text())["epochs"]
-    else:
-        return []
-    return [loss for line in lines for loss in line["step_losses"]]
+        return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    if (folder / "logs/run/metrics.json").exists():
+        return json.loads((folder / "logs/run/metrics.json").read_text())["epochs"]
+    return []
 
 
 def judge(trial: Trial, outcomes: dict) -> None:
@@ -256,6 +278,9 @@ def judge(trial: Trial, outcomes: dict) -> None:
     if trial.fails_with:
         refused = outcome["code"] not in (0, "no end") and trial.fails_with in outcome["output"]
         outcome["verdict"] = "ok" if refused else "not refused as it should be"
+        return
+    if outcome["code"] == "not run":
+        outcome["verdict"] = "not run"
         return
     if outcome["code"] != 0 or not outcome["losses"]:
         outcome["verdict"] = f"exit code {outcome['code']}, {len(outcome['losses'])} losses"
@@ -267,38 +292,20 @@ def judge(trial: Trial, outcomes: dict) -> None:
         outcome["difference"] = max((abs(a - b) for a, b in pairs), default=float("inf"))
         outcome["like"], outcome["within"] = trial.like, trial.within
         if len(expected) != len(outcome["losses"]) or not outcome["difference"] <= trial.within:
-            outcome["verdict"] = "other losses"
+            outcome["verdict"] = "other losses" if expected else "nothing to compare with"
 
 
-def memory(folder: Path) -> dict:
-    """Measure state, peak and speed of the GPT with 124M parameters under each strategy, one after another."""
-    settings = {
-        ("fsdp2", "fp32"): (FSDP2, ""),
-        ("fsdp2", "bf16"): (FSDP2, ""),
-        ("fsdp2", "bf16", "activation checkpointing"): (FSDP2, "--activation-checkpointing"),
-        ("fsdp2", "bf16", "offload"): (FSDP2, "--offload"),
-        ("zero-0", "bf16"): (ZERO, "--zero-stage 0"),
-        ("zero-1", "bf16"): (ZERO, "--zero-stage 1"),
-        ("zero-2", "bf16"): (ZERO, "--zero-stage 2"),
-        ("zero-3", "bf16"): (ZERO, "--zero-stage 3"),
-        ("zero-2", "bf16", "offload"): (ZERO, "--zero-stage 2 --offload"),
-    }
+def memory(outcomes: dict) -> dict:
+    """Return state and peak bytes per parameter of the GPT with 124M parameters, with the formula's."""
     with torch.device("meta"):
         num_parameters = sum(weight.numel() for weight in models.GPT(models.GPT_PRESETS["124m"]).parameters())
-    found = {"parameters": num_parameters}
-    for key, (script, more) in settings.items():
-        strategy, precision, *_ = key
-        options = f"--dataset text --preset 124m --batch-size {8 * GPUS} --max-steps 12 --precision {precision} {more}"
-        trial = Trial("124m " + ", ".join(key), script, f"{options} --num-workers 0", launch="torchrun")
-        outcome = run(trial, folder)
-        lines = folder / re.sub("[^a-z0-9]+", "-", trial.name.lower()) / "metrics.jsonl"
-        if not lines.exists():
-            found[trial.name] = {"output": outcome["output"]}
-            continue
-        last = json.loads(lines.read_text().splitlines()[-1])
-        formula = measure.predicted_state_bytes(strategy, precision, num_parameters, GPUS)
-        keys = ("state_bytes_per_rank", "peak_memory_bytes", "tokens_per_second", "step_losses")
-        found[trial.name] = {"formula": formula, **{key: last[key] for key in keys}}
+    found = {}
+    for strategy, precision, *special in sizes():
+        name = ", ".join((strategy, precision, *special))
+        if last := outcomes.get(f"124m: {name}", {}).get("last"):
+            formula = measure.predicted_state_bytes(strategy, precision, num_parameters, GPUS)
+            seen = last["state_bytes_per_rank"], formula, last["peak_memory_bytes"]
+            found[name] = [size / num_parameters for size in seen]
     return found
 
 
@@ -337,19 +344,14 @@ def report(result: dict) -> str:
         difference = f"{outcome['difference']:.1e} | {outcome['within']:.0e}" if "difference" in outcome else "|"
         page += f"| {name} | {outcome.get('like', '')} | {difference} | {outcome['verdict']} |\n"
     if "memory" in result:
-        parameters = result["memory"]["parameters"]
-        page += f"""
-The GPT `124m` ({parameters / 1e6:.0f} million parameters), {8 * GPUS} windows a step, in bytes per parameter of a
-rank. The speed includes the first steps, which are slow.
+        page += """
+The GPT `124m`, in bytes per parameter of one rank. State and peak are those of one step.
 
-| | state | by formula | peak | tokens/s |
-|---|---:|---:|---:|---:|
+| | state | by formula | peak |
+|---|---:|---:|---:|
 """
         for name, row in result["memory"].items():
-            if isinstance(row, dict) and "formula" in row:
-                sizes = [row["state_bytes_per_rank"], row["formula"], row["peak_memory_bytes"]]
-                numbers = " | ".join(f"{size / parameters:.2f}" for size in sizes)
-                page += f"| {name} | {numbers} | {row['tokens_per_second']:,.0f} |\n"
+            page += f"| {name} | {' | '.join(f'{size:.2f}' for size in row)} |\n"
         page += "\nAdamW in one process, with almost no activations: peak bytes per parameter.\n\n"
         page += "| | forward and backward | the optimizer's step |\n|---|---:|---:|\n"
         for kind, peak in result["optimizer"].items():
