@@ -151,12 +151,14 @@ def build_engine(task: tasks.TextTask, settings: dict, factor: Callable, worker:
     models.init_weights(model, task.args.seed, gathered=lambda parameter: deepspeed.zero.GatheredParameters(
         parameter, modifier_rank=0, enabled=cut_up
     ))  # fmt: skip
-    return deepspeed.initialize(
+    engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=model.parameters(),
         config=settings,
         lr_scheduler=lambda optimizer: LambdaLR(optimizer, factor),
-    )[0]
+    )
+    zero.undo_first_step(engine)
+    return engine
 
 
 def train_epoch(

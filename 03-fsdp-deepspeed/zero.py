@@ -43,6 +43,23 @@ def state_tensors(engine: object) -> list[torch.Tensor]:
     return [tensor for tensors in state_by_kind(engine).values() for tensor in tensors]
 
 
+def undo_first_step(engine: object) -> None:
+    """Undo the step that stage 0 takes in bf16 and fp16 when it is built, with zeros for gradients.
+
+    DeepSpeed 0.19 makes the optimizer's state by it (`FP16_UnfusedOptimizer.initialize_optimizer_states`). Otherwise
+    Adam's bias corrections would be one step ahead, and the weights decayed once too often.
+    """
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    wrapper = engine.optimizer
+    if isinstance(wrapper, FP16_UnfusedOptimizer):
+        for state in wrapper.optimizer.state.values():
+            state["step"] *= 0  # a tensor or an integer
+        for copies, weights in zip(wrapper.fp32_groups, wrapper.fp16_groups, strict=True):
+            for copy, weight in zip(copies, weights, strict=True):
+                copy.data.copy_(weight)
+
+
 def save_zero(folder: str | Path, engine: object) -> None:
     """Write this rank's slices of a DeepSpeed engine, in DeepSpeed's own format. Collective.
 

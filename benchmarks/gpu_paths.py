@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -58,30 +58,28 @@ class Trial:
     first_on: str = "gpu"
     kill: bool = False  # a worker, after its first checkpoint
     fails_with: str = ""  # for a path that must be refused: words of its error
-    environment: dict = field(default_factory=dict, hash=False)
 
 
 def trials() -> list[Trial]:
     """Return all trials, those on Ray first, because they take longest."""
     exact = 1e-9  # float64, where only the order of sums differs
+    normed = 1e-6  # transformers computes a Llama's norms and rotations in float32, whatever --precision says
     fp64, gpt, split = "--precision fp64", f"{TEXT} --preset nano", "--save-every-steps 2"
     long = "--max-steps 60 --batch-size 16 --epochs 3 --precision fp64"
     local, workers, on_cpu = "--num-workers 0", f"--num-workers {GPUS}", "--num-workers 0 --no-use-gpu"
-    alone = "" if GPUS > 1 else "Ray Data, fp64, CPU"  # the order of its rows depends on the number of workers
     program = f"{SMALL} --set training.precision=fp64"
     on_gpus = f"--set cluster.num_workers={GPUS} --set 'cluster.resources_per_worker={{CPU: 1, GPU: 1}}'"
     return [
-        Trial("Ray Data, fp64, CPU", RAY_DATA, f"{IMAGES} {fp64} {workers} --no-use-gpu", on="cpu"),
-        Trial("Ray Data", RAY_DATA, f"{IMAGES} {fp64} {workers}", alone, exact),
+        Trial("Ray Data", RAY_DATA, f"{IMAGES} {fp64} {workers}"),  # nothing to compare with: Ray decides the order
         Trial("Ray DDP, 60 steps, a worker killed", RAY, f"{long} {split} {workers}", "DDP, 60 steps", 1e-6, kill=True),
         Trial("FSDP2, 60 steps, a worker killed", FSDP2, f"{long} {split} {workers}", "FSDP2, 60 steps", 1e-6,
               kill=True),
         Trial("ZeRO-2, continued", ZERO, f"{gpt} --zero-stage 2 {workers}", "GPT, fp64, CPU", 0.01,
               first=f"{gpt} {split} --zero-stage 2 {workers} --max-steps 4"),
         Trial("finetune LoRA, continued", FINETUNE, f"{ROWS} {fp64} --lora-rank 4 {workers}",
-              "finetune LoRA, fp64, CPU", exact, first=f"{ROWS} {split} {fp64} --lora-rank 4 {workers} --max-steps 4"),
+              "finetune LoRA, fp64, CPU", normed, first=f"{ROWS} {split} {fp64} --lora-rank 4 {workers} --max-steps 4"),
         Trial("finetune, exported", FINETUNE, f"{ROWS} {fp64} {workers} --export {{folder}}/export",
-              "finetune, fp64, CPU", exact),
+              "finetune, fp64, CPU", normed),
         Trial("program", "training.distributed_training", f"{program} {on_gpus}", "program, fp64, CPU", exact),
         Trial("Ray DDP, two workers on CPUs beside the GPU", RAY, f"{IMAGES} {fp64} --num-workers 2 --no-use-gpu",
               "DDP, fp64, CPU", exact),
@@ -130,11 +128,11 @@ def trials() -> list[Trial]:
         *(Trial(f"ZeRO-{stage}, {precision}", ZERO, f"{gpt} --zero-stage {stage} --precision {precision} {local}",
                 "GPT, fp64, CPU", 0.2, "torchrun") for stage in (1, 3) for precision in ("bf16", "fp16")),
         Trial("finetune, accumulated, recomputed", FINETUNE,
-              f"{ROWS} {fp64} {local} --accumulate 2 --activation-checkpointing", "finetune, fp64, CPU", exact,
+              f"{ROWS} {fp64} {local} --accumulate 2 --activation-checkpointing", "finetune, fp64, CPU", normed,
               "torchrun"),
         Trial("finetune, bf16", FINETUNE, f"{ROWS} --precision bf16 {local}", "finetune, fp64, CPU", 0.1, "torchrun"),
         Trial("finetune LoRA, local mode", FINETUNE, f"{ROWS} {fp64} --lora-rank 4 {local}",
-              "finetune LoRA, fp64, CPU", exact, "torchrun"),
+              "finetune LoRA, fp64, CPU", normed, "torchrun"),
         Trial("program, one process", "training.local_training", program, "program, fp64, CPU", exact),
         *(Trial(f"124m: {', '.join(key)}", *command, launch="torchrun") for key, command in sizes().items()),
     ]  # fmt: skip
@@ -184,7 +182,7 @@ def main() -> None:
             outcomes = dict(zip([trial.name for trial in wanted], done, strict=True))
         for trial in wanted:
             judge(trial, outcomes)
-            output = outcomes[trial.name].pop("output")
+            output = "\n".join(outcomes[trial.name].pop("output").splitlines()[-40:])
             if outcomes[trial.name]["verdict"] != "ok":
                 print(f"\n--- {trial.name}: {outcomes[trial.name]['verdict']}\n{output}", flush=True)
         result = {"date": time.strftime("%Y-%m-%d"), **machine(quick=True), "paths": outcomes}
@@ -245,7 +243,7 @@ def run(trial: Trial, folder: Path, deadline: float) -> dict:
     outcome = {"seconds": round(time.time() - started, 1), "code": code, "killed": killed}
     lines = read_epochs(folder)
     outcome["losses"] = [loss for line in lines for loss in line.pop("step_losses")]
-    outcome |= {"last": lines[-1] if lines else None, "output": "\n".join(text.splitlines()[-25:])}
+    outcome |= {"last": lines[-1] if lines else None, "output": text}
     print(f"{outcome['seconds']:6.1f} s  exit code {code}  {trial.name}", flush=True)
     return outcome
 
@@ -277,7 +275,7 @@ def judge(trial: Trial, outcomes: dict) -> None:
     outcome = outcomes[trial.name]
     if trial.fails_with:
         refused = outcome["code"] not in (0, "no end") and trial.fails_with in outcome["output"]
-        outcome["verdict"] = "ok" if refused else "not refused as it should be"
+        outcome["verdict"] = "ok" if refused else f"exit code {outcome['code']}, and not the words of its error"
         return
     if outcome["code"] == "not run":
         outcome["verdict"] = "not run"
@@ -356,7 +354,7 @@ The GPT `124m`, in bytes per parameter of one rank. State and peak are those of 
         page += "| | forward and backward | the optimizer's step |\n|---|---:|---:|\n"
         for kind, peak in result["optimizer"].items():
             page += f"| {kind} | {peak['passes']:.2f} | {peak['step']:.2f} |\n"
-    return page
+    return page + "".join(f"\n{note}\n" for note in result.get("notes", []))
 
 
 if __name__ == "__main__":

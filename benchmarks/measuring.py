@@ -20,7 +20,7 @@ def machine(quick: bool = False) -> dict:
     """Describe the machine: device, CPUs, GPUs, versions and, unless `quick`, how fast it is."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cpu, gpus = cpu_name(), torch.cuda.device_count()
-    device = f"{torch.cuda.get_device_name(0)}, {gpus} GPUs" if gpus else f"{cpu}, {cpus} CPUs"
+    device = f"{torch.cuda.get_device_name(0)}, {gpus} GPU{'s'[: gpus > 1]}" if gpus else f"{cpu}, {cpus} CPUs"
     versions = {"python": platform.python_version(), "torch": torch.__version__, "system": platform.platform()}
     facts = {"device": device, "cpu": cpu, "cpus": cpus, "gpus": gpus, "threads_per_process": 1, **versions}
     return facts if quick else {**facts, "calibration": calibrate()}

@@ -689,6 +689,7 @@ NOT_RUN = {
     r"source .*": "a shell's own; its file is what `make lab` makes",
     r"torchrun .* --nproc-per-node 8 .*": "needs eight GPUs and a download",
     r"python train_ray_ddp\.py --dataset mnist": "needs a download",
+    r"python benchmarks/gpu_paths\.py": "needs a GPU; tests/test_results.py holds what it has written",
     r"python train_ray_fsdp2\.py --num-workers 16 .*": "needs sixteen GPUs",
     r"sudo .*": "changes the machine",
 }

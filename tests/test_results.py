@@ -5,6 +5,7 @@ import importlib
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -54,6 +55,22 @@ def test_the_committed_tables_are_made_of_the_committed_numbers(name, program):
         assert name != "sharded" or "below 30 s: reached." in page  # an epoch of `nano`
         if name == "network":
             assert {run["mbit"] for run in result["ways"]} == {10_000, 1000, 100}, "lesson 4.4 draws these"
+
+
+def test_the_page_of_the_gpu_paths_is_made_of_its_numbers(program, monkeypatch):
+    paths = list(RESULTS.glob("gpu-*.json"))
+    assert paths
+    monkeypatch.syspath_prepend(ROOT / "03-fsdp-deepspeed")
+    gpu_paths = program("gpu_paths")
+    for path in paths:
+        result = json.loads(path.read_text())
+        assert path.with_suffix(".md").read_text() == gpu_paths.report(result)
+        compared = [outcome for outcome in result["paths"].values() if outcome.get("like")]
+        assert compared and all(outcome["difference"] <= outcome["within"] for outcome in compared)
+        scripts = {trial.script for trial in gpu_paths.trials() if result["paths"].get(trial.name, {}).get("losses")}
+        assert {Path(script).name for script in scripts if "/" in script} == {
+            path.name for folder in ("01-*", "02-*", "03-*") for path in ROOT.glob(f"{folder}/train_*.py")
+        }, "README.md says that all scripts were run"
 
 
 def test_the_committed_results_can_be_compared(program):
