@@ -6,10 +6,12 @@ A row is a line of JSON: {"prompt": TEXT, "completion": TEXT}, or {"messages": [
 import argparse
 import json
 import random
+import re
 import zlib
 from argparse import Namespace
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby, pairwise, takewhile
 from operator import itemgetter
 from pathlib import Path
 
@@ -29,8 +31,21 @@ from shared.running.progress import Progress
 from shared.tasks import Task
 
 NO_TARGET = -100  # cross_entropy's ignore_index: a position whose next token is not part of an answer
-Turns = list[dict[str, str]]
-UNUSED = ("tools", "functions", "documents", "images", "videos", "audios", "chat_template_kwargs", "chosen", "rejected")
+Turns = list[dict[str, object]]
+OTHER_CONTENT = "\u2603 other \u2603"  # begins and ends with a character that no content does
+UNUSED = ("functions", "documents", "images", "videos", "audios", "chosen", "rejected")
+MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\b")  # in a template that says itself what an answer is
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A row of turns. settings: what the template also gets, by name, such as `tools`."""
+
+    turns: Turns
+    settings: dict[str, object] = field(default_factory=dict)
+
+
+Row = Chat | tuple[str, str]
 
 
 class Pairs(Dataset):
@@ -295,8 +310,8 @@ def sample_answers(model: nn.Module, task: PairTask, count: int = 3) -> str:
 # --- Rows ----------------------------------------------------------------------------------------------------------
 
 
-def read_rows(file: str | Path) -> list[tuple[str, Turns | tuple[str, str]]]:
-    """Return (place, row) for each line of `file`: a pair (prompt, completion), or turns of a chat.
+def read_rows(file: str | Path) -> list[tuple[str, Row]]:
+    """Return (place, row) for each line of `file`: a pair (prompt, completion), or a chat.
 
     place names file and line, for messages. Raises ValueError for a row that is neither, and OSError.
     """
@@ -316,7 +331,7 @@ def read_rows(file: str | Path) -> list[tuple[str, Turns | tuple[str, str]]]:
     return rows
 
 
-def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
+def parse_row(line: str, place: str) -> Row:
     """Return the row in a line of JSON. Raises ValueError with its place."""
     try:
         row = json.loads(line)
@@ -327,32 +342,40 @@ def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
     for name in UNUSED:
         if row.get(name):
             raise ValueError(f'{place}: "{name}" would change what is learned, and this script does not use it')
+    settings = {"tools": row["tools"]} if row.get("tools") else {}
+    settings |= row.get("chat_template_kwargs") or {}
     if row.get("messages") is not None:
-        turns = row["messages"]
-        fits = isinstance(turns, list) and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in turns
-        )
-        if not fits:
-            raise ValueError(f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}')
-        for number, turn in enumerate(turns, start=1):
-            if turn.get("tool_calls") or turn.get("weight", 1) != 1:
-                name = "tool_calls" if turn.get("tool_calls") else "weight"
-                raise ValueError(
-                    f'{place}: "{name}" of turn {number} would change what is learned, and is not used here'
-                )
-        answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
-        if not any(answers):
-            raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
-        if not all(answers):
-            raise ValueError(f"{place}: a turn of the assistant is empty; it would teach the model to end at once")
-        return turns
+        return parse_chat(row["messages"], settings, place)
+    if settings:
+        raise ValueError(f'{place}: "{next(iter(settings))}" goes with "messages"')
     for name in ("prompt", "completion"):
         if not isinstance(row.get(name), str):
             raise ValueError(f'{place}: "{name}" is missing, or is not text')
     if not row["completion"].strip():
         raise ValueError(f"{place}: the completion is empty")
     return row["prompt"], row["completion"]
+
+
+def parse_chat(turns: object, settings: dict[str, object], place: str) -> Chat:
+    """Return a chat, in which a turn that calls a tool may have no content. Raises ValueError with its place."""
+    fits = isinstance(turns, list) and all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and (isinstance(turn.get("content"), str) or (turn.get("tool_calls") and turn.get("content") is None))
+        for turn in turns
+    )
+    if not fits:
+        raise ValueError(f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}')
+    turns = [{**turn, "content": turn.get("content") or ""} for turn in turns]
+    for number, turn in enumerate(turns, start=1):
+        if turn.get("weight", 1) not in (0, 1):
+            raise ValueError(f'{place}: the "weight" of turn {number} is {turn["weight"]!r}; it can be 0 or 1')
+    learned = [turn for turn in turns if turn["role"] == "assistant" and turn.get("weight") != 0]
+    if not any(turn["content"].strip() or turn.get("tool_calls") for turn in learned):
+        raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
+    if not all(turn["content"].strip() or turn.get("tool_calls") for turn in learned):
+        raise ValueError(f"{place}: a turn of the assistant is empty; it would teach the model to end at once")
+    return Chat(turns, settings)
 
 
 def split(rows: list) -> tuple[list, list]:
@@ -362,8 +385,9 @@ def split(rows: list) -> tuple[list, list]:
     the rows and of the prompts, unless that would be none.
     """
 
-    def prompt(row: Turns | tuple[str, str]) -> str:
-        return json.dumps(row[0] if isinstance(row, tuple) else [turn for turn in row if turn["role"] != "assistant"])
+    def prompt(row: Row) -> str:
+        is_pair = isinstance(row, tuple)
+        return json.dumps(row[0] if is_pair else [turn for turn in row.turns if turn["role"] != "assistant"])
 
     groups: dict[str, list[int]] = {}
     for index, (_, row) in enumerate(rows):
@@ -412,50 +436,149 @@ def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[li
     return result
 
 
-def tokenize_pair(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list[int], list[bool]]:
-    """Return tokens and answer mask of prompt, completion and end token.
-
-    Prompt and completion are tokenized apart, since `generate` sees the prompt alone.
-    """
+def tokenize_pair(row: Row, tokenizer: object) -> tuple[list[int], list[bool]]:
+    """Return tokens and answer mask of prompt, completion and end token."""
     if not isinstance(row, tuple):
         raise ValueError('"messages" need a chat template, and this tokenizer has none')
     if tokenizer.eos_token_id is None:
         raise ValueError("this tokenizer has no end token (eos_token) that could end an answer")
-    prompt = tokenizer(row[0])["input_ids"]
-    completion = [*tokenizer(row[1], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+    tokens, (start,), _ = encode(tokenizer, "".join(row), [len(row[0])], special=True)
+    tokens.append(tokenizer.eos_token_id)
+    return tokens, [number >= start for number in range(len(tokens))]
 
 
-def tokenize_turns(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list[int], list[bool]]:
+def tokenize_turns(row: Row, tokenizer: object) -> tuple[list[int], list[bool]]:
     """Return tokens and answer mask of a chat, as the tokenizer's template writes it. A pair is a chat of two turns.
 
-    The text is cut where the model would begin to write an answer, and the pieces are tokenized apart, as `generate`
-    sees them. An answer ends with the first special token after its content: some templates write more after that.
+    An answer begins where the template has asked for it, and ends with the last special token that the template writes
+    after each turn. Raises ValueError if that cannot be found.
     """
     if isinstance(row, tuple):
-        row = [{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}]
-    text = tokenizer.apply_chat_template(row, tokenize=False)
-    answers = [count for count, turn in enumerate(row) if turn["role"] == "assistant"]
-    starts = []
-    for count in answers:
-        prompt = tokenizer.apply_chat_template(row[:count], tokenize=False, add_generation_prompt=True)
-        if not text.startswith(prompt):
-            raise ValueError("the chat template begins an answer in one way, and asks for it in another")
-        starts.append(len(prompt))
+        row = Chat([{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}])
+    for name in row.settings:
+        if name not in tokenizer.chat_template:
+            raise ValueError(f'the chat template does not use "{name}"')
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
-    tokens = tokenizer(text[: starts[0]], add_special_tokens=False)["input_ids"]
+    if MARKS_ANSWERS.search(tokenizer.chat_template):
+        return tokenize_marked(row, tokenizer, special)
+
+    def render(turns: Turns, **options: object) -> str:
+        return tokenizer.apply_chat_template(turns, tokenize=False, **row.settings, **options)
+
+    text, spans = render(row.turns), []
+    for count, turn in enumerate(row.turns):
+        if turn["role"] == "assistant" and turn.get("weight") != 0:
+            prompt = render(row.turns[:count], add_generation_prompt=True)
+            if not text.startswith(prompt):
+                raise ValueError("the chat template begins an answer in one way, and asks for it in another")
+            spans.append((len(prompt), *find_end(render, text, row.turns, count, len(prompt))))
+    tokens, starts, places = encode(tokenizer, text, [start for start, _, _ in spans])
     mask = [False] * len(tokens)
-    for count, (start, end) in zip(answers, pairwise([*starts, len(text)]), strict=True):
-        content, piece = row[count]["content"].strip(), text[start:end]
-        if content not in piece:
-            raise ValueError(f"the chat template does not write all of turn {count + 1}")
-        written = piece.index(content) + len(content)
-        encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
-        places = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        ends = [number for number, (token, (at, _)) in enumerate(places, 1) if token in special and at >= written]
-        if not ends:
+    for first, (_, content_end, end) in zip(starts, spans, strict=True):
+        closing = [
+            number
+            for number in range(first, len(tokens))
+            if tokens[number] in special and content_end <= places[number][0] and places[number][1] <= end
+        ]
+        if not closing:
             raise ValueError("the chat template writes no special token after an answer, so it would never end")
-        tokens += encoded["input_ids"]
-        mask += [number < ends[0] for number in range(len(encoded["input_ids"]))]
+        mask[first : closing[-1] + 1] = [True] * (closing[-1] + 1 - first)
     return tokens, mask
+
+
+def tokenize_marked(row: Chat, tokenizer: object, special: set[int]) -> tuple[list[int], list[bool]]:
+    """Return tokens and answer mask of a chat whose template marks its answers. special: the special tokens."""
+    if any(turn.get("weight") == 0 for turn in row.turns):
+        raise ValueError('the chat template marks every answer, so "weight" has no effect')
+    encoded = tokenizer.apply_chat_template(
+        row.turns, return_dict=True, return_assistant_tokens_mask=True, **row.settings
+    )  # fmt: skip
+    tokens, mask = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
+    for number in range(len(mask) - 1, -1, -1):  # a newline after the end is not written by `generate`
+        if mask[number] and tokens[number] not in special and not (number + 1 < len(mask) and mask[number + 1]):
+            mask[number] = False
+    ends = [number for number, marked in enumerate(mask) if marked and not any(mask[number + 1 : number + 2])]
+    if len(ends) != sum(turn["role"] == "assistant" for turn in row.turns):
+        raise ValueError("the chat template marks no special token at the end of an answer, so it would never end")
+    return tokens, mask
+
+
+def find_end(
+    render: Callable[[Turns], str], text: str, turns: Turns, count: int, start: int
+) -> tuple[int, int]:  # fmt: skip
+    """Return where the content of a turn ends in the chat's text, and where what the template writes after it ends.
+
+    start: where the answer begins. Raises ValueError if the template does not write all of the turn.
+    """
+    turn, before = turns[count], turns[:count]
+    # What it writes after a turn's content, whether or not another turn follows.
+    plain = [*before, {"role": "assistant", "content": OTHER_CONTENT}]
+    after, before_a_turn = (
+        render(each)[end_of_content(render, each, count) :]
+        for each in (plain, [*plain, {"role": "user", "content": "."}])
+    )
+    ending = after[: common_length(after, before_a_turn)]
+    if turn.get("tool_calls"):
+        alone = render([*before, turn])
+        end = len(alone) - len(after)
+        without = {name: value for name, value in turn.items() if name != "tool_calls"}
+        is_whole = alone != render([*before, without]) and alone.endswith(after) and text.startswith(alone[:end])
+    else:
+        end = end_of_content(render, turns, count)
+        is_whole = turn["content"].strip() in text[start:end]
+    if not is_whole:
+        raise ValueError(f"the chat template does not write all of turn {count + 1}")
+    if not text.startswith(ending, end):
+        raise ValueError(f"the chat template ends turn {count + 1} in an unusual way")
+    return end, end + len(ending)
+
+
+def end_of_content(render: Callable[[Turns], str], turns: Turns, count: int) -> int:
+    """Return where the content of a turn ends in the rendered chat: there the chat with other content is equal again.
+
+    Searching for the content would find other places too, such as a model's thoughts or the end token itself.
+    """
+    content = "?" if turns[count]["content"] == OTHER_CONTENT else OTHER_CONTENT
+    other = [*turns[:count], {**turns[count], "content": content}, *turns[count + 1 :]]
+    text = render(turns)
+    return len(text) - common_length(text[::-1], render(other)[::-1])
+
+
+def common_length(one: str, other: str) -> int:
+    """Return with how many equal characters two texts begin."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))  # noqa: B905
+
+
+def encode(
+    tokenizer: object, text: str, cuts: Sequence[int], special: bool = False
+) -> tuple[list[int], list[int], list[tuple[int, int]]]:
+    """Return the tokens of a text, the first token after each of the `cuts`, and each token's place in the text.
+
+    The text is tokenized as a whole: some tokenizers begin every text with a blank. But `generate` will see only what
+    stands before a cut. Where its tokens would be others, because one would reach across the cut, the text is tokenized
+    in parts. Raises ValueError if the parts together are not the text.
+    special: whether the tokenizer adds its own tokens, of which those after the text are dropped.
+    """
+
+    def part(start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+        encoded = tokenizer(
+            text[start:end], add_special_tokens=special and start == 0, return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+        )  # fmt: skip
+        tokens, places, is_added = (encoded[name] for name in ("input_ids", "offset_mapping", "special_tokens_mask"))
+        while special and start == 0 and tokens and is_added[len(tokens) - 1] and places[len(tokens) - 1] == (0, 0):
+            tokens = tokens[:-1]
+        return tokens, [(start + a, start + b) for a, b in places[: len(tokens)]]
+
+    def first_after(cut: int) -> int:
+        return next((number for number, (place, _) in enumerate(places) if place >= cut), len(tokens))
+
+    tokens, places = whole = part(0, len(text))
+    crossed = [cut for cut in cuts if part(0, cut)[0] != tokens[: first_after(cut)]]
+    if crossed:
+        pieces = [part(start, end) for start, end in pairwise([0, *crossed, len(text)])]
+        tokens, places = (list(chain(*parts)) for parts in zip(*pieces, strict=True))
+        if tokenizer.decode(tokens) != tokenizer.decode(whole[0]):
+            raise ValueError("an answer begins inside a token: end the prompt before a blank, not after it")
+    return tokens, [first_after(cut) for cut in cuts], places

@@ -1,6 +1,8 @@
 """train_ray_finetune.py as a user starts it: held to a plain process, exported, reloaded, killed and refused."""
 
+import itertools
 import json
+import operator
 import shutil
 from pathlib import Path
 
@@ -172,8 +174,8 @@ def test_an_answer_is_each_assistant_turn_and_its_end_token(tokenizer, monkeypat
     import pairs
 
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
-    chat = [{"role": role, "content": text} for role, text in
-        [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four five")]]  # fmt: skip
+    chat = pairs.Chat([{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four five")]])  # fmt: skip
     tokens, answer = pairs.tokenize_turns(chat, tokenizer)
     written = [tokenizer.decode([token]) for token in tokens]
     assert "".join(written) == (
@@ -182,14 +184,24 @@ def test_an_answer_is_each_assistant_turn_and_its_end_token(tokenizer, monkeypat
     parts = "".join(text if counts else "|" for text, counts in zip(written, answer, strict=True))
     assert [part for part in parts.split("|") if part] == ["two<", "end", ">", "four five<", "end", ">"]
     assert len(tokens) == len(answer) and not answer[-1]
-    assert pairs.tokenize_turns(("one", "two"), tokenizer) == pairs.tokenize_turns(chat[:2], tokenizer)
+    first = pairs.Chat(chat.turns[:2])
+    assert pairs.tokenize_turns(("one", "two"), tokenizer) == pairs.tokenize_turns(first, tokenizer)
+    chat.turns[1]["weight"] = 0
+    without_first = pairs.tokenize_turns(chat, tokenizer)
+    assert without_first[0] == tokens and sum(without_first[1]) < sum(answer) and without_first[1][-9:] == answer[-9:]
 
 
 TEMPLATES = {  # what they write of the turns "one" and "two", and how much of it is the answer
     "phi 3, with an end of text": (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% else %}<|user|>{% endif %}",
-        "<|user|>one<|end|><|assistant|>", "two<|end|>", "<|user|>",
+        "{% if add_generation_prompt or not continued %}<|assistant|>{% endif %}",
+        "<|user|>one<|end|><|assistant|>", "two<|end|>", "<|assistant|>",
+    ),
+    "command a, with two tokens": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+        "{{ '<|assistant|>' if m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "<|user|>one<|end|><|assistant|>", "two<|end|><|assistant|>", "",
     ),
     "a newline as a token": (CHATML, "<|user|>\none<|end|>\n<|assistant|>\n", "two<|end|>", "\n"),
 }  # fmt: skip
@@ -228,8 +240,8 @@ def test_an_answer_that_its_template_shortens_is_refused(tokenizer, monkeypatch)
     import pairs
 
     monkeypatch.setattr(tokenizer, "chat_template", CHATML.replace("m.content", "m.content.split('</think>')[-1]"))
-    chat = [{"role": role, "content": text} for role, text in
-        [("user", "one"), ("assistant", "well</think>two"), ("user", "three"), ("assistant", "four")]]  # fmt: skip
+    chat = pairs.Chat([{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "well</think>two"), ("user", "three"), ("assistant", "four")]])  # fmt: skip
     with pytest.raises(ValueError, match="the chat template does not write all of turn 2"):
         pairs.tokenize_turns(chat, tokenizer)
 
@@ -252,6 +264,98 @@ def test_without_a_template_prompt_and_completion_are_tokenized_apart(tokenizer)
     tokens, answer = pairs.tokenize_pair(("x = ", "1"), tokenizer)
     apart = [*tokenizer("x = ")["input_ids"], *tokenizer("1")["input_ids"], tokenizer.eos_token_id]
     assert tokens == apart and sum(answer) == len(tokenizer("1")["input_ids"]) + 1 and answer[-1]
+
+
+def learned(row: object, tokenizer: object) -> list[str]:
+    """Each run of tokens that counts, as text."""
+    import pairs
+
+    tokens, answer = pairs.tokenize_turns(row, tokenizer)
+    runs = itertools.groupby(zip(tokens, answer, strict=True), key=operator.itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for counts, run in runs if counts]
+
+
+def test_an_answer_that_also_occurs_elsewhere_is_found(tokenizer, monkeypatch):
+    """In what the model has thought, which the template writes before it, and in its end token."""
+    thinks = CHATML.replace("+ m.content", "+ (m.thoughts or '') + m.content")
+    monkeypatch.setattr(tokenizer, "chat_template", thinks)
+    import pairs
+
+    for content in ("2", "end", "assistant"):
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "thoughts": f"1 + 1: {content}. ",
+            "content": content}]  # fmt: skip
+        assert learned(pairs.Chat(turns), tokenizer) == [f"1 + 1: {content}. {content}<|end|>"]
+
+
+TOOLS = (
+    "{% if tools %}{{ '<|user|>' + (tools | tojson) + '<|end|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ 'CALL' + (call.function | tojson) }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_a_call_of_a_tool_is_an_answer(tokenizer, monkeypatch):
+    import pairs
+
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "two"}]  # fmt: skip
+    row = pairs.parse_row(json.dumps({"messages": messages, "tools": [{"type": "function"}]}), "")
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS)
+    called, said = learned(row, tokenizer)
+    assert called.startswith('CALL{"') and called.endswith("}<|end|>") and '"add"' in called and said == "two<|end|>"
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS.replace("m.tool_calls or []", "[]"))
+    with pytest.raises(ValueError, match="the chat template does not write all of turn 2"):
+        learned(row, tokenizer)
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    with pytest.raises(ValueError, match='the chat template does not use "tools"'):
+        learned(row, tokenizer)
+
+
+@pytest.mark.parametrize(("marked", "because"), [
+    ("{{ m.content + '<|end|>\n' }}", None), ("{{ m.content }}", "marks no special token at the end of an answer"),
+])  # fmt: skip
+def test_a_template_may_mark_its_answers(marked, because, tokenizer, monkeypatch):
+    import pairs
+
+    rest = "" if because is None else "{{ '<|end|>\n' }}"
+    template = (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}MARKED"
+        "{% endgeneration %}REST{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", template.replace("MARKED", marked).replace("REST", rest))
+    chat = pairs.Chat([{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]])  # fmt: skip
+    if because is None:
+        assert learned(chat, tokenizer) == ["two<|end|>", "four<|end|>"]
+    else:
+        with pytest.raises(ValueError, match=because):
+            learned(chat, tokenizer)
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_blank():
+    """As those of Llama 2 and Mistral do. The answer begins in the middle of a text, and gets none."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    import pairs
+
+    letters = ["<s>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz{}=:1\n", "▁x", "▁="]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    inner = Tokenizer(models.BPE(vocabulary, [("▁", "x"), ("▁", "=")], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme="always")
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokens, answer = pairs.tokenize_pair(("x =\n", "{a: 1}"), tokenizer)
+    parts = ["".join(letters[token] for token, counts in zip(tokens, answer, strict=True) if counts is kind)
+        for kind in (False, True)]  # fmt: skip
+    assert parts == ["<s>▁x▁=\n", "{a:▁1}</s>"]
+    with pytest.raises(ValueError, match="end the prompt before a blank, not after it"):
+        pairs.tokenize_pair(("x ", "= 1"), tokenizer)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
@@ -645,11 +749,12 @@ PAIR = '{"prompt": "a", "completion": "b"}'
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}',
-     'line 2: "tools" would change what is learned'),
+     "line 2: the chat template does not use"),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
-     'line 2: "weight" of turn 2 would change'),
-    ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "assistant", "content": "b"}]}',
-     'line 2: "tool_calls" of turn 1 would change'),
+     "line 2: there is no answer, a turn of the assistant"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}]}',
+     'line 2: the "weight" of turn 2 is 2; it can be 0 or 1'),
+    ('{"prompt": "a", "completion": "b", "images": ["c"]}', 'line 2: "images" would change what is learned'),
     ('{"messages": [{"role": "assistant", "content": ""}, {"role": "assistant", "content": "b"}]}',
      "line 2: a turn of the assistant is empty"),
     ('{"prompt": "c", "completion": "\\ud800"}', "line 2: "),
