@@ -195,8 +195,9 @@ def workshop_here() -> Path:
 
 
 def in_notebook() -> bool:
-    """Return whether this process is the kernel of a notebook."""
-    return "ipykernel" in sys.modules
+    """Return whether this process is the kernel of a notebook, and has not merely imported what kernels need."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return hasattr(shell, "kernel")
 
 
 def check_cpus() -> Iterator[tuple[bool, str]]:
