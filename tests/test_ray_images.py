@@ -306,6 +306,7 @@ def test_a_picture_of_another_mode_gets_the_channels_of_the_first(image, others,
     (b"", "cannot use an image of PATH: cannot identify image file"),
     (encoded("RGB")[:80], "cannot use an image of PATH: "),
     (None, "cannot use an image of PATH: it is missing"),
+    ({"bytes": None, "path": "a/cat.png"}, "cannot use an image of PATH: it is only a path, a/cat.png: write the pic"),
     (encoded("I;16"), "cannot use an image of PATH: a picture of mode I;16 has more than 8 bits per channel"),
     (encoded("L", size=(6, 4)), r"PATH has .* \(1, 4, 6\), but the first image of"),
 ])  # fmt: skip
