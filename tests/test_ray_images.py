@@ -306,7 +306,6 @@ def test_a_picture_of_another_mode_gets_the_channels_of_the_first(image, others,
     (b"", "cannot use an image of PATH: cannot identify image file"),
     (encoded("RGB")[:80], "cannot use an image of PATH: "),
     (None, "cannot use an image of PATH: it is missing"),
-    ({"bytes": None, "path": "a/cat.png"}, "cannot use an image of PATH: it is only a path, a/cat.png: write the pic"),
     (encoded("I;16"), "cannot use an image of PATH: a picture of mode I;16 has more than 8 bits per channel"),
     (encoded("L", size=(6, 4)), r"PATH has .* \(1, 4, 6\), but the first image of"),
 ])  # fmt: skip
@@ -316,6 +315,13 @@ def test_one_image_that_cannot_be_used_names_its_file(image, words, as_struct, t
     uri = write_parquet(tmp_path, [{"bytes": each} for each in images] if as_struct else images)
     images = ray_images.inspect_dataset(uri)["train"]
     with pytest.raises(ValueError, match="^" + words.replace("PATH", f"{tmp_path}/train/a.parquet")):
+        images(as_batch(tmp_path / "train"))
+
+
+def test_a_picture_that_is_only_a_path_is_named(tmp_path):
+    rows = [*[{"bytes": encoded("L"), "path": None}] * 5, {"bytes": None, "path": "a/cat.png"}]
+    images = ray_images.inspect_dataset(write_parquet(tmp_path, rows))["train"]
+    with pytest.raises(ValueError, match=r"it is only a path, a/cat.png: write the picture's bytes beside it"):
         images(as_batch(tmp_path / "train"))
 
 
