@@ -269,6 +269,7 @@ def check(args: Namespace, driver: Worker) -> dict:
             tiny_base.make(args.data_dir, name, driver.log)
     splits = PairTask.load(args)
     pretrained.check_copies(pretrained.build(args, torch.float32), Path(args.base))
+    pretrained.known_ends(Path(args.base))
     driver.log(f"{len(splits.train)} rows to train on, {len(splits.val)} to validate with")
     first = marked(splits.train.rows[0], pretrained.read_tokenizer(args.base))
     driver.log(f"the first row, with what is learned in double brackets: {first}")
@@ -397,11 +398,11 @@ def split(rows: list) -> tuple[list, list]:
     if len(order) < 2:
         raise ValueError("--data-file needs at least two different prompts, or give --val-file")
     most_rows, most_prompts = max(1, len(rows) // 10), max(1, len(order) // 10)
-    chosen: list[int] = []
+    chosen: set[int] = set()
     for key in [key for key in order if len(groups[key]) <= most_rows][:most_prompts]:
         if len(chosen) + len(groups[key]) <= most_rows:
-            chosen += groups[key]
-    chosen = chosen or min(groups.values(), key=len)
+            chosen.update(groups[key])
+    chosen = chosen or set(min(groups.values(), key=len))
     return [row for n, row in enumerate(rows) if n not in chosen], [row for n, row in enumerate(rows) if n in chosen]
 
 

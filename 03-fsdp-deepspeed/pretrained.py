@@ -470,18 +470,21 @@ def write_scalars(folder: Path, scalars: dict[str, torch.Tensor]) -> None:
 
 
 def known_ends(base: Path) -> list[int]:
-    """Return the tokens at which `generate` stops with a folder's configuration."""
-    for name in ("generation_config.json", "config.json"):
-        if (base / name).is_file():
-            ends = json.loads((base / name).read_text(encoding="utf-8")).get("eos_token_id")
-            if ends is not None:
-                return ends if isinstance(ends, list) else [ends]
+    """Return the tokens at which `generate` stops with a folder's configuration. Raises ValueError if it is damaged."""
+    for path in (base / "generation_config.json", base / "config.json"):
+        try:
+            ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        if ends is not None:
+            return ends if isinstance(ends, list) else [ends]
     return []
 
 
 def missing_ends(base: Path, ends: Sequence[int]) -> list[int]:
     """Return those of `ends` at which `generate` would not stop."""
-    return [end for end in ends if end not in known_ends(base)]
+    known = known_ends(base)
+    return [end for end in ends if end not in known]
 
 
 def write_adapter(model: peft.PeftModel, base: Path, folder: Path, worker: Worker) -> None:

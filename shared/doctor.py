@@ -172,7 +172,7 @@ def check_packages() -> Iterator[tuple[bool, str]]:
     """Compare the installed packages with their pins."""
     if not REQUIREMENTS.exists():
         yield False, "`shared` is not installed from the workshop's folder: run `pip install -e .` there"
-    elif (found := find_ours())[1] == "None":
+    elif len(found := find_ours()) < 2 or "None" in found:
         yield False, f"`checks`, of the exercises, is not installed: run `{FIX_PACKAGES}` in the workshop's folder"
     elif (other := Path(found[0]).resolve().parents[1]) != (this := workshop_here()):
         yield False, f"scripts import `shared` from {other}, and not from {this}. Run `{FIX_PACKAGES}` there"
@@ -183,7 +183,7 @@ def check_packages() -> Iterator[tuple[bool, str]]:
 
 
 def find_ours() -> list[str]:
-    """Return the files of `shared` and `checks` that scripts import, or None."""
+    """Return the files of `shared` and `checks` that scripts import; "None" for one that they do not find."""
     command = [sys.executable, "-c", FIND_OURS]
     return subprocess.run(command, cwd=tempfile.gettempdir(), stdout=subprocess.PIPE, text=True).stdout.split("\n")
 

@@ -51,7 +51,8 @@ def rank_loader(
 
     shuffle_seed: shuffles differently in each epoch and alike on all ranks. None keeps the data set's order.
     loader_processes: the number of processes that prepare this rank's batches. What the data set draws in them from
-    `torch`, `numpy` and `random` differs between ranks and epochs, and is the same whenever an epoch begins again.
+    `torch`, `numpy` and `random` differs between ranks and epochs of `deal_batches`, and is the same whenever an epoch
+    begins again.
     """
     shuffle = shuffle_seed is not None
     sampler = UnpaddedDistributedSampler(dataset, worker.world_size, worker.rank, shuffle, shuffle_seed or 0)

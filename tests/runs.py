@@ -129,8 +129,12 @@ def run_rank(all_forked: Barrier, script: Path, *args: str) -> None:
 
     For a rank that comes, a thread of the store looks up the name of its host, under a lock of the C library. A rank
     forked at that moment would find the lock taken, and nobody left to give it back.
+
+    After a fork torch makes a new thread pool when it is first asked for one. FSDP2's first backward pass starts eight
+    threads that ask at once, and one of them may find none ("Invalid thread pool!", torch 2.15). So it is made here.
     """
     all_forked.wait()
+    torch.set_num_threads(1)
     run_script(script, *args)
 
 

@@ -319,7 +319,6 @@ def test_every_signal_that_ends_a_process_ends_a_run_with_its_hint_except_a_clos
 
 LOADS_WITH_WORKERS = """
 import sys
-from contextlib import nullcontext
 from torch.utils.data import DataLoader
 from shared.running import runs, script
 from shared.distributed import Worker

@@ -275,6 +275,29 @@ def test_a_cluster_that_has_ended_is_not_waited_for(monkeypatch, tmp_path):
         cluster.start(1)
 
 
+@pytest.mark.parametrize("executable", ["/usr/bin/python3", "/it's a course/.venv/bin/python"])
+def test_a_shell_that_starts_rays_workers_finds_their_python(executable, monkeypatch):
+    sent = {}
+    monkeypatch.setattr(cluster, "ray_init", lambda address, log_level, **options: sent.update(options))
+    monkeypatch.setattr(cluster.sys, "executable", executable)
+    cluster.start_own(1, 0, dashboard=False)
+    python = sent.get("runtime_env", {}).get("py_executable", executable)
+    assert subprocess.check_output(["sh", "-c", f"printf %s {python}"], text=True) == executable
+
+
+def test_without_a_home_ray_gets_a_token_unless_it_has_one(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cluster, "ray_init", lambda address, **_: seen.append(os.environ.get("RAY_AUTH_TOKEN")))
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    cluster.start_own(1, 0, dashboard=False)
+    monkeypatch.setenv("HOME", "/no/home")
+    cluster.start_own(1, 0, dashboard=False)
+    assert "RAY_AUTH_TOKEN" not in os.environ
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "the user's")
+    cluster.start_own(1, 0, dashboard=False)
+    assert (seen[0], len(seen[1]), seen[2], os.environ["RAY_AUTH_TOKEN"]) == (None, 64, "the user's", "the user's")
+
+
 def test_the_address_of_a_store_goes_to_all_nodes_and_credentials_stay(monkeypatch):
     sent = {}
     monkeypatch.setattr(cluster, "check_answers", lambda address: None)

@@ -652,6 +652,12 @@ def several_files(base: Path, folder: Path, missing: str) -> Path:
     return folder
 
 
+def with_settings(base: Path, folder: Path, text: str) -> Path:
+    damaged(base, folder)
+    (folder / "generation_config.json").write_text(text)
+    return folder
+
+
 def with_a_head(base: Path, folder: Path) -> Path:
     """A base that says that its head is the embedding, with a head of its own in the file."""
     from safetensors.torch import load_file, save_file
@@ -714,6 +720,10 @@ BASES = {
     "another shape": (
         lambda base, folder, _: damaged(base, folder, intermediate_size=96),
         "mlp.gate_proj.weight is [64, 32], but config.json says [96, 32]",
+    ),
+    "damaged settings": (
+        lambda base, folder, _: with_settings(base, folder, "[5"),
+        "generation_config.json is damaged: ",
     ),
     "a tied head that differs": (
         lambda base, folder, _: with_a_head(base, folder),

@@ -397,6 +397,7 @@ case "$*" in
     *venv*) rm -rf .venv; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
 esac
 echo "$@" >> asked
+echo "user=$PIP_USER target=$PIP_TARGET prefix=$PIP_PREFIX root=$PIP_ROOT" >> pip-settings
 """
 
 
@@ -455,6 +456,14 @@ def test_make_says_why_a_venv_does_not_fit_and_makes_a_new_one(workshop, change,
     assert done.returncode == 0 and f".venv {said} a new one\n" in done.stdout, done
     assert asked[0] == "-m venv --clear .venv" and asked[-1].endswith("-r requirements.txt")
     assert set_up(workshop, *arguments)[1] == asked  # which fits
+
+
+def test_make_installs_into_its_venv_whatever_pip_is_told(workshop, monkeypatch):
+    for name in ("PIP_USER", "PIP_TARGET", "PIP_PREFIX", "PIP_ROOT"):
+        monkeypatch.setenv(name, "1")
+    shutil.rmtree(workshop / ".venv")
+    assert set_up(workshop)[0].returncode == 0
+    assert set((workshop / "pip-settings").read_text().splitlines()) == {"user=0 target= prefix= root="}
 
 
 @pytest.mark.parametrize(("python", "version"), [("python3.9", "Python 3.9.1"), ("python3.1000", "not found")])

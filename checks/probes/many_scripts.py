@@ -18,6 +18,8 @@ import time
 import traceback
 from pathlib import Path
 
+import torch
+
 from shared import distributed, measure, models  # noqa: F401  (imported once, for all scripts)
 
 
@@ -30,6 +32,9 @@ def run(folder: Path) -> None:
     if command["port"]:  # a store of its own
         os.environ.update(MASTER_PORT=str(command["port"]), TORCHELASTIC_USE_AGENT_STORE="False")
     code = 1
+    # This makes a new thread pool. Otherwise the threads of FSDP2's first backward pass, which ask for it at once, may
+    # find none ("Invalid thread pool!", torch 2.15).
+    torch.set_num_threads(torch.get_num_threads())
     try:
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0

@@ -101,8 +101,8 @@ def start_own(num_workers: int, spare_cpus: int, dashboard: bool) -> str | None:
     port = str(free_port())
     OWN_RAY_ENV.clear()
     OWN_RAY_ENV.update(RAY_GCS_SERVER_PORT=port, RAY_ADDRESS=f"{ray.util.get_node_ip_address()}:{port}")
-    if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # Ray would keep a token there
-        OWN_RAY_ENV.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    if "RAY_AUTH_TOKEN" not in os.environ and not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):
+        OWN_RAY_ENV["RAY_AUTH_TOKEN"] = secrets.token_hex(32)  # Ray would keep it in the home folder
     # Ray counts the CPUs that a container may use. Four workers and their tasks may run on fewer than that.
     here = int(get_num_cpus(override_docker_cpu_warning=True))
     needed = min(num_workers, max(4, here)) + spare_cpus
