@@ -4,14 +4,16 @@ A row is a line of JSON: {"prompt": TEXT, "completion": TEXT}, or {"messages": [
 """
 
 import argparse
+import copy
 import json
 import random
 import re
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby, pairwise, takewhile
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import pretrained
 import tiny_base
@@ -32,7 +35,8 @@ from shared.tasks import Task
 
 NO_TARGET = -100  # cross_entropy's ignore_index: a position whose next token is not part of an answer
 Turns = list[dict[str, object]]
-OTHER_CONTENT = "\u2603 other \u2603"  # begins and ends with a character that no content does
+OTHER = "\ue000 other \ue000"  # an answer that begins and ends with a character that no text has
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # where a turn has what the model thought before its answer
 UNUSED = ("functions", "documents", "images", "videos", "audios", "chosen", "rejected")
 MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\b")  # in a template that says itself what an answer is
 
@@ -145,8 +149,7 @@ class PairTask(Task):
         super().__init__(args, splits, device)
         self.tokenizer = pretrained.read_tokenizer(args.base)
         self.context = context_of(pretrained.read_config(args.base))
-        # The tokens that end an answer: the last one of each.
-        self.ends = sorted({int(tokens[is_answer][-1]) for tokens, is_answer in splits.train.rows})
+        self.ends = sorted(set().union(*(end_tokens(*row) for row in splits.train.rows)))
 
     def checksum(self) -> int:
         """Return a number that differs between nodes with different rows."""
@@ -292,6 +295,12 @@ def marked(row: tuple[torch.Tensor, torch.Tensor], tokenizer: object, longest: i
     return text
 
 
+def end_tokens(tokens: torch.Tensor, is_answer: torch.Tensor) -> set[int]:
+    """Return the last token of each answer in a row."""
+    continues = torch.cat([is_answer[1:], is_answer.new_zeros(1)])
+    return set(tokens[is_answer & ~continues].tolist())
+
+
 def sample_answers(model: nn.Module, task: PairTask, count: int = 3) -> str:
     """Return what the model now answers to some validation prompts. Every rank writes the same answers. Collective.
 
@@ -343,8 +352,12 @@ def parse_row(line: str, place: str) -> Row:
     for name in UNUSED:
         if row.get(name):
             raise ValueError(f'{place}: "{name}" would change what is learned, and this script does not use it')
-    settings = {"tools": row["tools"]} if row.get("tools") else {}
-    settings |= row.get("chat_template_kwargs") or {}
+    settings = {}
+    for name, kind, words in (("chat_template_kwargs", dict, "an object"), ("tools", list, "a list of objects")):
+        if row.get(name):
+            if not isinstance(row[name], kind):
+                raise ValueError(f'{place}: "{name}" is not {words}')
+            settings |= row[name] if kind is dict else {name: row[name]}
     if row.get("messages") is not None:
         return parse_chat(row["messages"], settings, place)
     if settings:
@@ -358,25 +371,49 @@ def parse_row(line: str, place: str) -> Row:
 
 
 def parse_chat(turns: object, settings: dict[str, object], place: str) -> Chat:
-    """Return a chat, in which a turn that calls a tool may have no content. Raises ValueError with its place."""
-    fits = isinstance(turns, list) and all(
-        isinstance(turn, dict)
-        and isinstance(turn.get("role"), str)
-        and (isinstance(turn.get("content"), str) or (turn.get("tool_calls") and turn.get("content") is None))
-        for turn in turns
-    )
-    if not fits:
-        raise ValueError(f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}')
-    turns = [{**turn, "content": turn.get("content") or ""} for turn in turns]
+    """Return a chat. A turn that calls tools may have no content. Raises ValueError with its place."""
+    if not (isinstance(turns, list) and all(is_turn(turn) for turn in turns)):
+        raise ValueError(
+            f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}, and a call in "tool_calls" is '
+            '{"function": {"name": TEXT, "arguments": ...}}'
+        )
+    turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+    turns = [{"content": "", **turn} for turn in turns]
     for number, turn in enumerate(turns, start=1):
         if turn.get("weight", 1) not in (0, 1):
             raise ValueError(f'{place}: the "weight" of turn {number} is {turn["weight"]!r}; it can be 0 or 1')
-    learned = [turn for turn in turns if turn["role"] == "assistant" and turn.get("weight") != 0]
-    if not any(turn["content"].strip() or turn.get("tool_calls") for turn in learned):
+    answers = [turn for turn in turns if turn["role"] == "assistant" and is_learned(turn)]
+    says_something = [bool(turn["content"].strip() or turn.get("tool_calls")) for turn in answers]
+    if not any(says_something):
         raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
-    if not all(turn["content"].strip() or turn.get("tool_calls") for turn in learned):
+    if not all(says_something):
         raise ValueError(f"{place}: a turn of the assistant is empty; it would teach the model to end at once")
     return Chat(turns, settings)
+
+
+def is_turn(turn: object) -> bool:
+    """Whether this is a turn of a chat: a role, and text or calls of tools."""
+    match turn:
+        case {"role": str(), "tool_calls": [*calls]} if calls:
+            return isinstance(turn.get("content") or "", str) and all(is_call(call) for call in calls)
+        case {"role": str(), "content": str()}:
+            return not turn.get("tool_calls")
+    return False
+
+
+def is_call(call: object) -> bool:
+    """Whether this is a call of a tool, in either of the forms that templates know."""
+    match call:
+        case {"function": {"name": str()}}:
+            return True
+        case {"name": str()}:
+            return "function" not in call
+    return False
+
+
+def function_of(call: dict[str, object]) -> dict[str, object]:
+    """Return name and arguments of a call of a tool."""
+    return call.get("function", call)
 
 
 def split(rows: list) -> tuple[list, list]:
@@ -438,148 +475,204 @@ def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[li
 
 
 def tokenize_pair(row: Row, tokenizer: object) -> tuple[list[int], list[bool]]:
-    """Return tokens and answer mask of prompt, completion and end token."""
-    if not isinstance(row, tuple):
+    """Return tokens and answer mask of prompt, completion and end token, without a chat template.
+
+    The tokenizer's special tokens before a text are kept. An end token that it adds after a text would end the prompt,
+    so it is left out. Raises ValueError for a chat, or if the tokenizer has no end token.
+    """
+    if isinstance(row, Chat):
         raise ValueError('"messages" need a chat template, and this tokenizer has none')
     if tokenizer.eos_token_id is None:
         raise ValueError("this tokenizer has no end token (eos_token) that could end an answer")
-    tokens, (start,), _ = encode(tokenizer, "".join(row), [len(row[0])], special=True)
-    tokens.append(tokenizer.eos_token_id)
-    return tokens, [number >= start for number in range(len(tokens))]
+    text = "".join(row)
+    tokens, [(first, _)] = encode(tokenizer, text, [(len(row[0]), len(text))], special=set())
+    with_special = tokenizer(text, return_special_tokens_mask=True)
+    before = with_special["input_ids"][: with_special["special_tokens_mask"].index(0)]
+    tokens = [*before, *tokens, tokenizer.eos_token_id]
+    return tokens, [number >= len(before) + first for number in range(len(tokens))]
 
 
 def tokenize_turns(row: Row, tokenizer: object) -> tuple[list[int], list[bool]]:
     """Return tokens and answer mask of a chat, as the tokenizer's template writes it. A pair is a chat of two turns.
 
-    An answer begins where the template has asked for it, and ends with the last special token that the template writes
-    after each turn. Raises ValueError if that cannot be found.
+    An answer is a turn of the assistant whose weight is not 0, up to the special token that ends it. Raises ValueError
+    if the template ignores part of the chat, if an answer cannot be found, or if no special token ends it.
     """
-    if isinstance(row, tuple):
+    if not isinstance(row, Chat):
         row = Chat([{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}])
-    for name in row.settings:
-        if name not in tokenizer.chat_template:
-            raise ValueError(f'the chat template does not use "{name}"')
+    if not tokenizer.is_fast:
+        raise ValueError("a chat needs a tokenizer that says where its tokens are in the text (tokenizer.json)")
+    template = tokenizer.get_chat_template(tools=row.settings.get("tools"))
+    check_used(row, template)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
-    if MARKS_ANSWERS.search(tokenizer.chat_template):
-        return tokenize_marked(row, tokenizer, special)
+    if MARKS_ANSWERS.search(template):
+        text, places = marked_answers(row, tokenizer, template)
+    else:
+        text, places = find_answers(row, tokenizer, tokenizer.convert_ids_to_tokens(sorted(special)))
+    tokens, answers = encode(tokenizer, text, places, special)
+    mask = [False] * len(tokens)
+    for first, stop in answers:
+        while stop > first and not tokenizer.decode([tokens[stop - 1]]).strip():
+            stop -= 1  # `generate` never writes the newline after an end token
+        if stop == first or tokens[stop - 1] not in special:
+            raise ValueError("the chat template ends an answer without a special token, so it would never end")
+        mask[first:stop] = [True] * (stop - first)
+    return tokens, mask
+
+
+def check_used(row: Chat, template: str) -> None:
+    """Raise ValueError if the template ignores the row's settings or what the model has thought."""
+    used = set(re.findall(r"\w+", template))
+    thoughts = {name for turn in row.turns for name in THOUGHTS if turn.get(name)}
+    unused = sorted(row.settings.keys() - used) or (sorted(thoughts) if not used & set(THOUGHTS) else [])
+    if unused:
+        raise ValueError(f'the chat template does not use "{unused[0]}"')
+
+
+def marked_answers(row: Chat, tokenizer: object, template: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat as text, and the (start, end) of each answer in it, as a template with {% generation %} marks them.
+
+    Raises ValueError if the template does not mark one answer per turn of the assistant.
+    """
+    settings = {**tokenizer.special_tokens_map, **row.settings, "return_assistant_tokens_mask": True}
+    [text], [marked] = render_jinja_template([row.turns], chat_template=template, **settings)
+    places: list[tuple[int, int]] = []
+    for start, end in marked:  # a template may mark the parts of an answer one by one
+        if places and places[-1][1] == start:
+            start, _ = places.pop()
+        places.append((start, end))
+    turns = [turn for turn in row.turns if turn["role"] == "assistant"]
+    if len(places) != len(turns):
+        raise ValueError(f"the chat template marks {len(places)} answers in {len(turns)} turns of the assistant")
+    return text, [place for place, turn in zip(places, turns, strict=True) if is_learned(turn)]
+
+
+def find_answers(row: Chat, tokenizer: object, special: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat as text, and the (start, end) of each answer in it, by rendering the chat with other answers.
+
+    An answer begins where the template asks for it. It ends with what the template writes after it both in a chat that
+    ends there and in one that continues. special: the tokenizer's special tokens. Raises ValueError if the template
+    does not write the whole answer.
+    """
 
     def render(turns: Turns, **options: object) -> str:
         return tokenizer.apply_chat_template(turns, tokenize=False, **row.settings, **options)
 
-    text, spans = render(row.turns), []
+    def text_after(text: str, turns: Turns, count: int) -> str:
+        """Return what follows the answer in turn `count` of a rendered chat: what stays with a different answer."""
+        other = render([*turns[:count], with_other_answer(turns[count]), *turns[count + 1 :]])
+        return text[len(text) - common_length(text[::-1], other[::-1]) :]
+
+    text, places = render(row.turns), []
     for count, turn in enumerate(row.turns):
-        if turn["role"] == "assistant" and turn.get("weight") != 0:
+        if turn["role"] != "assistant" or not is_learned(turn):
+            continue
+        if count:
             prompt = render(row.turns[:count], add_generation_prompt=True)
-            if not text.startswith(prompt):
-                raise ValueError("the chat template begins an answer in one way, and asks for it in another")
-            spans.append((len(prompt), *find_end(render, text, row.turns, count, len(prompt))))
-    tokens, starts, places = encode(tokenizer, text, [start for start, _, _ in spans])
-    mask = [False] * len(tokens)
-    for first, (_, content_end, end) in zip(starts, spans, strict=True):
-        closing = [
-            number
-            for number in range(first, len(tokens))
-            if tokens[number] in special and content_end <= places[number][0] and places[number][1] <= end
-        ]
-        if not closing:
-            raise ValueError("the chat template writes no special token after an answer, so it would never end")
-        mask[first : closing[-1] + 1] = [True] * (closing[-1] + 1 - first)
-    return tokens, mask
+        else:  # there is nothing that could ask for it
+            other = render([{"role": "assistant", "content": OTHER}, *row.turns[1:]])
+            prompt = text[: common_length(text, other)]
+        if not text.startswith(prompt):
+            raise ValueError(
+                "the chat template begins an answer in one way, and asks for it in another: mark the answers in the "
+                "template with {% generation %}"
+            )
+        is_last = count + 1 == len(row.turns)
+        other_turns = [*row.turns, reply_to(turn)] if is_last else row.turns[: count + 1]
+        after = text_after(text, row.turns, count)
+        other_after = text_after(render(other_turns), other_turns, count)
+        ending = common_length(after, other_after)
+        # A template may end a chat with a token of its own. Then an answer ends with the special token that follows it.
+        next_special = [max((len(token) for token in special if each.startswith(token)), default=0)
+            for each in (after, other_after)]  # fmt: skip
+        ending = max(ending, next_special[0] if all(next_special) else 0)
+        start, end = len(prompt), len(text) - len(after[ending:].lstrip())
+        missing = missing_parts(turn, text[start:end])
+        if missing and count:  # a template may ask for an answer with its first words, such as <think>
+            missing = missing_parts(turn, text[common_length(prompt, render(row.turns[:count])) : end])
+        if missing:
+            raise ValueError(f"the chat template does not write all of turn {count + 1}: {missing[0].strip()[:40]!r}")
+        places.append((start, end))
+    return text, places
 
 
-def tokenize_marked(row: Chat, tokenizer: object, special: set[int]) -> tuple[list[int], list[bool]]:
-    """Return tokens and answer mask of a chat whose template marks its answers. special: the special tokens."""
-    if any(turn.get("weight") == 0 for turn in row.turns):
-        raise ValueError('the chat template marks every answer, so "weight" has no effect')
-    encoded = tokenizer.apply_chat_template(
-        row.turns, return_dict=True, return_assistant_tokens_mask=True, **row.settings
-    )  # fmt: skip
-    tokens, mask = encoded["input_ids"], [bool(each) for each in encoded["assistant_masks"]]
-    for number in range(len(mask) - 1, -1, -1):  # a newline after the end is not written by `generate`
-        if mask[number] and tokens[number] not in special and not (number + 1 < len(mask) and mask[number + 1]):
-            mask[number] = False
-    ends = [number for number, marked in enumerate(mask) if marked and not any(mask[number + 1 : number + 2])]
-    if len(ends) != sum(turn["role"] == "assistant" for turn in row.turns):
-        raise ValueError("the chat template marks no special token at the end of an answer, so it would never end")
-    return tokens, mask
+def is_learned(turn: dict[str, object]) -> bool:
+    """Whether an assistant's turn counts."""
+    return turn.get("weight") != 0
 
 
-def find_end(
-    render: Callable[[Turns], str], text: str, turns: Turns, count: int, start: int
-) -> tuple[int, int]:  # fmt: skip
-    """Return where the content of a turn ends in the chat's text, and where what the template writes after it ends.
+def missing_parts(turn: dict[str, object], written: str) -> list[str]:
+    """Return what a template leaves out of a turn: its content, or a name or the textual arguments of a call.
 
-    start: where the answer begins. Raises ValueError if the template does not write all of the turn.
+    Blanks and newlines may differ. written: the turn as the template writes it.
     """
-    turn, before = turns[count], turns[:count]
-    # What it writes after a turn's content, whether or not another turn follows.
-    plain = [*before, {"role": "assistant", "content": OTHER_CONTENT}]
-    after, before_a_turn = (
-        render(each)[end_of_content(render, each, count) :]
-        for each in (plain, [*plain, {"role": "user", "content": "."}])
-    )
-    ending = after[: common_length(after, before_a_turn)]
-    if turn.get("tool_calls"):
-        alone = render([*before, turn])
-        end = len(alone) - len(after)
-        without = {name: value for name, value in turn.items() if name != "tool_calls"}
-        is_whole = alone != render([*before, without]) and alone.endswith(after) and text.startswith(alone[:end])
-    else:
-        end = end_of_content(render, turns, count)
-        is_whole = turn["content"].strip() in text[start:end]
-    if not is_whole:
-        raise ValueError(f"the chat template does not write all of turn {count + 1}")
-    if not text.startswith(ending, end):
-        raise ValueError(f"the chat template ends turn {count + 1} in an unusual way")
-    return end, end + len(ending)
+    functions = [function_of(call) for call in turn.get("tool_calls") or []]
+    parts = [turn["content"], *(function.get(name) for function in functions for name in ("name", "arguments"))]
+    written = "".join(written.split())
+    return [part for part in parts if isinstance(part, str) and "".join(part.split()) not in written]
 
 
-def end_of_content(render: Callable[[Turns], str], turns: Turns, count: int) -> int:
-    """Return where the content of a turn ends in the rendered chat: there the chat with other content is equal again.
+def with_other_answer(turn: dict[str, object]) -> dict[str, object]:
+    """Return a turn of the assistant with different content, or with different arguments in its last call of a tool."""
+    if not turn.get("tool_calls"):
+        return {**turn, "content": OTHER}
+    other = copy.deepcopy(turn)
+    function = function_of(other["tool_calls"][-1])
+    function["arguments"] = OTHER if isinstance(function.get("arguments"), str) else {OTHER: OTHER}
+    return other
 
-    Searching for the content would find other places too, such as a model's thoughts or the end token itself.
-    """
-    content = "?" if turns[count]["content"] == OTHER_CONTENT else OTHER_CONTENT
-    other = [*turns[:count], {**turns[count], "content": content}, *turns[count + 1 :]]
-    text = render(turns)
-    return len(text) - common_length(text[::-1], render(other)[::-1])
+
+def reply_to(turn: dict[str, object]) -> dict[str, object]:
+    """Return a turn that can follow a turn of the assistant."""
+    if not turn.get("tool_calls"):
+        return {"role": "user", "content": "."}
+    call = turn["tool_calls"][-1]
+    return {"role": "tool", "content": ".", "name": function_of(call)["name"], "tool_call_id": call.get("id")}
 
 
 def common_length(one: str, other: str) -> int:
     """Return with how many equal characters two texts begin."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other)))  # noqa: B905
+    lengths = range(1, min(len(one), len(other)) + 1)
+    return bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])
 
 
 def encode(
-    tokenizer: object, text: str, cuts: Sequence[int], special: bool = False
-) -> tuple[list[int], list[int], list[tuple[int, int]]]:
-    """Return the tokens of a text, the first token after each of the `cuts`, and each token's place in the text.
+    tokenizer: object, text: str, places: Sequence[tuple[int, int]], special: set[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the tokens of a text, and the (first, stop) of each of its answers in them.
 
-    The text is tokenized as a whole: some tokenizers begin every text with a blank. But `generate` will see only what
-    stands before a cut. Where its tokens would be others, because one would reach across the cut, the text is tokenized
-    in parts. Raises ValueError if the parts together are not the text.
-    special: whether the tokenizer adds its own tokens, of which those after the text are dropped.
+    The text is tokenized as a whole, because some tokenizers begin every text with a blank. But `generate` sees only
+    the text before an answer. If that has different tokens, because one would reach into the answer, the text is
+    tokenized in pieces, which begin where the answers begin. Raises ValueError if the pieces are not the text.
+
+    places: (start, end) of the answers in the text. special: the special tokens; no token reaches across one of them.
     """
 
-    def part(start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
-        encoded = tokenizer(
-            text[start:end], add_special_tokens=special and start == 0, return_offsets_mapping=True,
-            return_special_tokens_mask=True,
-        )  # fmt: skip
-        tokens, places, is_added = (encoded[name] for name in ("input_ids", "offset_mapping", "special_tokens_mask"))
-        while special and start == 0 and tokens and is_added[len(tokens) - 1] and places[len(tokens) - 1] == (0, 0):
-            tokens = tokens[:-1]
-        return tokens, [(start + a, start + b) for a, b in places[: len(tokens)]]
+    def tokenize_part(start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a part of the text, and the (start, end) of each in the text."""
+        encoded = tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+        offsets = encoded["offset_mapping"] if tokenizer.is_fast else []
+        return encoded["input_ids"], [(start + first, start + last) for first, last in offsets]
 
-    def first_after(cut: int) -> int:
-        return next((number for number, (place, _) in enumerate(places) if place >= cut), len(tokens))
+    def tokens_until(place: int) -> int:
+        """Return how many tokens end at a place or before it."""
+        return bisect_right(offsets, place, key=itemgetter(1))
 
-    tokens, places = whole = part(0, len(text))
-    crossed = [cut for cut in cuts if part(0, cut)[0] != tokens[: first_after(cut)]]
-    if crossed:
-        pieces = [part(start, end) for start, end in pairwise([0, *crossed, len(text)])]
-        tokens, places = (list(chain(*parts)) for parts in zip(*pieces, strict=True))
-        if tokenizer.decode(tokens) != tokenizer.decode(whole[0]):
+    tokens, offsets = tokenize_part(0, len(text))
+    firsts, is_whole = [], True
+    for start, _ in places:
+        last_special = next((n for n in range(tokens_until(start) - 1, -1, -1) if tokens[n] in special), 0)
+        before, _ = tokenize_part(offsets[last_special][0] if last_special else 0, start)
+        firsts.append(last_special + len(before))
+        is_whole = is_whole and tokens[last_special : firsts[-1]] == before
+    if not is_whole:
+        edges = [0, *(start for start, _ in places), len(text)]
+        pieces = [tokenize_part(*edge) for edge in pairwise(edges)]
+        joined = [token for piece, _ in pieces for token in piece]
+        written, expected = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (joined, tokens))
+        if written != expected:
             raise ValueError("an answer begins inside a token: end the prompt before a blank, not after it")
-    return tokens, [first_after(cut) for cut in cuts], places
+        tokens, offsets = joined, [offset for _, piece in pieces for offset in piece]
+        firsts = list(accumulate(len(piece) for piece, _ in pieces[:-1]))
+    return tokens, [(first, tokens_until(end)) for first, (_, end) in zip(firsts, places, strict=True)]

@@ -189,6 +189,8 @@ def test_an_answer_is_each_assistant_turn_and_its_end_token(tokenizer, monkeypat
     chat.turns[1]["weight"] = 0
     without_first = pairs.tokenize_turns(chat, tokenizer)
     assert without_first[0] == tokens and sum(without_first[1]) < sum(answer) and without_first[1][-9:] == answer[-9:]
+    first_ends = pairs.end_tokens(torch.tensor(tokens), torch.tensor(answer))
+    assert first_ends == {tokens[-1 - answer[::-1].index(True)]}
 
 
 TEMPLATES = {  # what they write of the turns "one" and "two", and how much of it is the answer
@@ -203,8 +205,25 @@ TEMPLATES = {  # what they write of the turns "one" and "two", and how much of i
         "{% if add_generation_prompt %}<|assistant|>{% endif %}",
         "<|user|>one<|end|><|assistant|>", "two<|end|><|assistant|>", "",
     ),
+    "gpt-oss, with an end of its own for the last turn": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+        "{{ '<|assistant|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "<|user|>one<|end|><|assistant|>", "two<|assistant|>", "",
+    ),
+    "qwen 3.5, which begins the answer in the prompt": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + ('<think>' if m.role == 'assistant' else '') + m.content }}"
+        "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+        "<|user|>one<|end|><|assistant|><think>", "two<|end|>", "",
+    ),
     "a newline as a token": (CHATML, "<|user|>\none<|end|>\n<|assistant|>\n", "two<|end|>", "\n"),
 }  # fmt: skip
+
+
+def test_an_answer_may_begin_with_what_the_template_asks_for_it_with(tokenizer, monkeypatch):
+    """As reasoning in the content, where the template's prompt ends with <think>."""
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML.replace("<|assistant|>\\n", "<|assistant|>\\n<think>\\n"))
+    assert learned(("one", "<think>\n1 + 1\n</think>2"), tokenizer) == ["1 + 1\n</think>2<|end|>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -313,25 +332,122 @@ def test_a_call_of_a_tool_is_an_answer(tokenizer, monkeypatch):
         learned(row, tokenizer)
 
 
-@pytest.mark.parametrize(("marked", "because"), [
-    ("{{ m.content + '<|end|>\n' }}", None), ("{{ m.content }}", "marks no special token at the end of an answer"),
-])  # fmt: skip
-def test_a_template_may_mark_its_answers(marked, because, tokenizer, monkeypatch):
+def test_a_call_of_a_tool_may_end_a_chat_and_name_a_tool_that_answers(tokenizer, monkeypatch):
+    """With parallel calls, in both of the forms that templates know. (gpt-oss writes the tool's name in its answer.)"""
     import pairs
 
-    rest = "" if because is None else "{{ '<|end|>\n' }}"
-    template = (
-        "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}MARKED"
-        "{% endgeneration %}REST{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
-    )
-    monkeypatch.setattr(tokenizer, "chat_template", template.replace("MARKED", marked).replace("REST", rest))
+    calls = [{"name": "add", "arguments": {"a": "b"}}, {"name": "multiply"}]
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    named = TOOLS.replace("m.role + '|>'", "m.role + '|>' + (m.name or '')")
+    monkeypatch.setattr(tokenizer, "chat_template", named.replace("call.function", "call"))
+    expected = 'CALL{"name": "add", "arguments": {"a": "b"}}CALL{"name": "multiply"}<|end|>'
+    assert learned(pairs.Chat(turns), tokenizer) == [expected]
+    replied = [*turns, {"role": "tool", "name": "multiply", "content": "2"}, {"role": "assistant", "content": "two"}]
+    assert learned(pairs.Chat(replied), tokenizer) == [expected, "two<|end|>"]
+
+
+def test_arguments_that_the_template_would_quote_twice_are_refused(tokenizer, monkeypatch):
+    import pairs
+
+    calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}]
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS)
+    with pytest.raises(ValueError, match=r"""does not write all of turn 2: '\{"a": 1\}'"""):
+        learned(pairs.Chat(turns), tokenizer)
+    by_hand = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}'"""
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS.replace("(call.function | tojson)", by_hand))
+    assert learned(pairs.Chat(turns), tokenizer) == ['CALL{"name": "add", "arguments": {"a": 1}}<|end|>']
+
+
+def test_thoughts_that_the_template_ignores_are_refused(tokenizer, monkeypatch):
+    import pairs
+
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "2", "reasoning": "1 + 1: 2"}]
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    with pytest.raises(ValueError, match='the chat template does not use "reasoning"'):
+        learned(pairs.Chat(turns), tokenizer)
+    thinks = CHATML.replace("+ m.content", "+ (m.reasoning_content or '') + m.content")
+    monkeypatch.setattr(tokenizer, "chat_template", thinks)
+    assert learned(pairs.Chat(turns), tokenizer) == ["1 + 1: 22<|end|>"]
+
+
+def test_a_chat_may_begin_with_the_assistant(tokenizer, monkeypatch):
+    import pairs
+
+    turns = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"}]  # fmt: skip
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    assert learned(pairs.Chat(turns), tokenizer) == ["hello<|end|>", "two<|end|>"]
+    raises = "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", raises + CHATML)
+    with pytest.raises(Exception, match="the user begins"):
+        learned(pairs.Chat(turns), tokenizer)
+
+
+def test_the_template_for_tools_is_used_where_there_is_one(tokenizer, monkeypatch):
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", {"default": CHATML, "tool_use": TOOLS})
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    assert learned(pairs.Chat(turns), tokenizer) == ["two<|end|>"]
+    tokens, _ = pairs.tokenize_turns(pairs.Chat(turns, {"tools": [{"type": "function"}]}), tokenizer)
+    assert tokenizer.decode(tokens).startswith('<|user|>[{"type": "function"}]<|end|>')
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}ANSWER"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("answer", "expected"), [
+    ("{{ m.content + '<|end|>\n' }}", ["two<|end|>", "four<|end|>"]),
+    ("{{ m.content }}{% endgeneration %}{% generation %}<|end|>", ["two<|end|>", "four<|end|>"]),
+    ("{{ m.content }}", "the chat template ends an answer without a special token"),
+    ("{{ m.content }}{% endgeneration %} {% generation %}<|end|>", "the chat template marks 4 answers in 2 turns"),
+])  # fmt: skip
+def test_a_template_may_mark_its_answers(answer, expected, tokenizer, monkeypatch):
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", MARKED.replace("ANSWER", answer))
     chat = pairs.Chat([{"role": role, "content": text} for role, text in
         [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]])  # fmt: skip
-    if because is None:
-        assert learned(chat, tokenizer) == ["two<|end|>", "four<|end|>"]
-    else:
-        with pytest.raises(ValueError, match=because):
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
             learned(chat, tokenizer)
+    else:
+        assert learned(chat, tokenizer) == expected
+        chat.turns[1]["weight"] = 0
+        assert learned(chat, tokenizer) == expected[1:]
+
+
+def test_marked_answers_are_those_of_transformers(tokenizer, monkeypatch):
+    """Token for token, except that a token never reaches from the prompt into the answer."""
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", MARKED.replace("ANSWER", "{{ m.content + '<|end|>' }}"))
+    for content in ("two words", "<|end|>", "日本 ☃", "\n\ntwo"):
+        turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": content}]
+        tokens, answer = pairs.tokenize_turns(pairs.Chat(turns), tokenizer)
+        theirs = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        assert tokenizer.decode(tokens) == tokenizer.decode(theirs["input_ids"])
+        if not content.startswith("\n"):
+            assert (tokens, answer) == (theirs["input_ids"], [mask == 1 for mask in theirs["assistant_masks"]])
+        assert learned(pairs.Chat(turns), tokenizer) == [content + "<|end|>"]
+
+
+def test_offsets_without_blanks_do_not_move_an_answer(tokenizer, tmp_path):
+    """Llama 3's tokenizer says that a token of blanks begins where it ends."""
+    from tokenizers.processors import ByteLevel
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    other.chat_template = CHATML.replace("|>\\n'", "|> '")
+    other.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    assert other("a ", return_offsets_mapping=True)["offset_mapping"][-1] == (2, 2)
+    for content in ("two", " two", "\ntwo", "x = 1"):
+        assert learned(("one", content), other) == [content + "<|end|>"]
 
 
 def test_a_tokenizer_that_begins_each_text_with_a_blank():
@@ -356,6 +472,8 @@ def test_a_tokenizer_that_begins_each_text_with_a_blank():
     assert parts == ["<s>▁x▁=\n", "{a:▁1}</s>"]
     with pytest.raises(ValueError, match="end the prompt before a blank, not after it"):
         pairs.tokenize_pair(("x ", "= 1"), tokenizer)
+    tokens, answer = pairs.tokenize_pair(("", "x = 1"), tokenizer)  # after <s> alone
+    assert tokens[0] == 0 and tokens.index(1) == len(tokens) - 1 and answer == [False, *[True] * (len(tokens) - 1)]
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
@@ -765,6 +883,13 @@ PAIR = '{"prompt": "a", "completion": "b"}'
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}]}',
      'line 2: the "weight" of turn 2 is 2; it can be 0 or 1'),
     ('{"prompt": "a", "completion": "b", "images": ["c"]}', 'line 2: "images" would change what is learned'),
+    ('{"prompt": "a", "completion": "b", "tools": [{}]}', 'line 2: "tools" goes with "messages"'),
+    ('{"messages": [], "tools": "[]"}', 'line 2: "tools" is not a list of objects'),
+    ('{"messages": [], "chat_template_kwargs": ["a"]}', 'line 2: "chat_template_kwargs" is not an object'),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": ["b"]}]}',
+     'line 2: "messages" is a list of'),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',
+     'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "assistant", "content": ""}, {"role": "assistant", "content": "b"}]}',
      "line 2: a turn of the assistant is empty"),
     ('{"prompt": "c", "completion": "\\ud800"}', "line 2: "),
