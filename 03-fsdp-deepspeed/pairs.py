@@ -1,6 +1,7 @@
 """Fine-tune on pairs of a prompt and its answer: read the rows, tokenize them, and count loss and accuracy on answers.
 
 A row is a line of JSON: {"prompt": TEXT, "completion": TEXT}, or {"messages": [{"role": ..., "content": ...}, ...]}.
+The second kind may also have "tools" and "chat_template_kwargs", and its turns "tool_calls" and a "weight" of 0 or 1.
 """
 
 import argparse
@@ -382,7 +383,7 @@ def parse_chat(turns: object, settings: dict[str, object], place: str) -> Chat:
     for number, turn in enumerate(turns, start=1):
         if turn.get("weight", 1) not in (0, 1):
             raise ValueError(f'{place}: the "weight" of turn {number} is {turn["weight"]!r}; it can be 0 or 1')
-    answers = [turn for turn in turns if turn["role"] == "assistant" and is_learned(turn)]
+    answers = [turn for turn in turns if is_learned(turn)]
     says_something = [bool(turn["content"].strip() or turn.get("tool_calls")) for turn in answers]
     if not any(says_something):
         raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
@@ -451,8 +452,8 @@ def context_of(config: object) -> int:
 def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[list[int], list[bool]]]:
     """Return, for each row of `read_rows`, its tokens, and which of them belong to an answer and so to the loss.
 
-    These are the tokens of each assistant turn and its end token. Raises ValueError with the row's place if it is
-    longer than the model's context, or holds a token that the model's embedding does not have.
+    These are the tokens of each assistant turn and its end token, unless its weight is 0. Raises ValueError with the
+    row's place if it is longer than the model's context, or holds a token that the model's embedding does not have.
     """
     longest, num_embeddings = context_of(config), config.get_text_config().vocab_size
     result = []
@@ -533,7 +534,7 @@ def check_used(row: Chat, template: str) -> None:
 def marked_answers(row: Chat, tokenizer: object, template: str) -> tuple[str, list[tuple[int, int]]]:
     """Return a chat as text, and the (start, end) of each answer in it, as a template with {% generation %} marks them.
 
-    Raises ValueError if the template does not mark one answer per turn of the assistant.
+    Raises ValueError if the template does not mark one whole answer per turn of the assistant.
     """
     settings = {**tokenizer.special_tokens_map, **row.settings, "return_assistant_tokens_mask": True}
     [text], [marked] = render_jinja_template([row.turns], chat_template=template, **settings)
@@ -545,7 +546,10 @@ def marked_answers(row: Chat, tokenizer: object, template: str) -> tuple[str, li
     turns = [turn for turn in row.turns if turn["role"] == "assistant"]
     if len(places) != len(turns):
         raise ValueError(f"the chat template marks {len(places)} answers in {len(turns)} turns of the assistant")
-    return text, [place for place, turn in zip(places, turns, strict=True) if is_learned(turn)]
+    places = [place for place, turn in zip(places, turns, strict=True) if is_learned(turn)]
+    for turn, (start, end) in zip(filter(is_learned, turns), places, strict=True):
+        check_whole(turn, text[start:end])
+    return text, places
 
 
 def find_answers(row: Chat, tokenizer: object, special: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
@@ -566,51 +570,58 @@ def find_answers(row: Chat, tokenizer: object, special: Sequence[str]) -> tuple[
 
     text, places = render(row.turns), []
     for count, turn in enumerate(row.turns):
-        if turn["role"] != "assistant" or not is_learned(turn):
+        if not is_learned(turn):
             continue
-        if count:
-            prompt = render(row.turns[:count], add_generation_prompt=True)
-        else:  # there is nothing that could ask for it
-            other = render([{"role": "assistant", "content": OTHER}, *row.turns[1:]])
-            prompt = text[: common_length(text, other)]
+        before, until = row.turns[:count], row.turns[: count + 1]
+        if before:
+            prompt = render(before, add_generation_prompt=True)
+        else:  # nothing asks for it
+            prompt = text[: common_length(text, render([{"role": "assistant", "content": OTHER}, *row.turns[1:]]))]
         if not text.startswith(prompt):
             raise ValueError(
                 "the chat template begins an answer in one way, and asks for it in another: mark the answers in the "
                 "template with {% generation %}"
             )
-        is_last = count + 1 == len(row.turns)
-        other_turns = [*row.turns, reply_to(turn)] if is_last else row.turns[: count + 1]
-        after = text_after(text, row.turns, count)
-        other_after = text_after(render(other_turns), other_turns, count)
-        ending = common_length(after, other_after)
-        # A template may end a chat with a token of its own. Then an answer ends with the special token that follows it.
-        next_special = [max((len(token) for token in special if each.startswith(token)), default=0)
-            for each in (after, other_after)]  # fmt: skip
-        ending = max(ending, next_special[0] if all(next_special) else 0)
-        start, end = len(prompt), len(text) - len(after[ending:].lstrip())
-        missing = missing_parts(turn, text[start:end])
-        if missing and count:  # a template may ask for an answer with its first words, such as <think>
-            missing = missing_parts(turn, text[common_length(prompt, render(row.turns[:count])) : end])
-        if missing:
-            raise ValueError(f"the chat template does not write all of turn {count + 1}: {missing[0].strip()[:40]!r}")
+        other_turns = until if len(until) < len(row.turns) else [*until, reply_to(turn)]
+        after, other_after = text_after(text, row.turns, count), text_after(render(other_turns), other_turns, count)
+        rest = after[ending_length(after, other_after, special) :].lstrip()
+        start, end = len(prompt), len(text) - len(rest)
+        written = text[start:end]
+        if before and missing_part(turn, written):  # a template may ask for an answer with its first words: <think>
+            written = text[common_length(prompt, render(before)) : end]
+        check_whole(turn, written)
         places.append((start, end))
     return text, places
 
 
-def is_learned(turn: dict[str, object]) -> bool:
-    """Whether an assistant's turn counts."""
-    return turn.get("weight") != 0
+def ending_length(after: str, other_after: str, special: Sequence[str]) -> int:
+    """Return how many characters after an answer belong to it.
 
-
-def missing_parts(turn: dict[str, object], written: str) -> list[str]:
-    """Return what a template leaves out of a turn: its content, or a name or the textual arguments of a call.
-
-    Blanks and newlines may differ. written: the turn as the template writes it.
+    after, other_after: what follows it in two chats, of which one ends with the answer and one continues.
     """
+    # A template may end a chat with a token of its own. Then the answer ends with the special token after it.
+    lengths = [max((len(token) for token in special if text.startswith(token)), default=0)
+        for text in (after, other_after)]  # fmt: skip
+    return max(common_length(after, other_after), lengths[0] if all(lengths) else 0)
+
+
+def is_learned(turn: dict[str, object]) -> bool:
+    """Whether this is an answer that counts."""
+    return turn["role"] == "assistant" and turn.get("weight") != 0
+
+
+def check_whole(turn: dict[str, object], written: str) -> None:
+    """Raise ValueError if a template leaves out a part of an answer. written: the turn as the template writes it."""
+    if part := missing_part(turn, written):
+        raise ValueError(f"the chat template does not write all of an answer: {part.strip()[:40]!r} is missing")
+
+
+def missing_part(turn: dict[str, object], written: str) -> str | None:
+    """Return content, or a call's name or textual arguments, if `written` lacks it. Blanks may differ."""
     functions = [function_of(call) for call in turn.get("tool_calls") or []]
     parts = [turn["content"], *(function.get(name) for function in functions for name in ("name", "arguments"))]
     written = "".join(written.split())
-    return [part for part in parts if isinstance(part, str) and "".join(part.split()) not in written]
+    return next((part for part in parts if isinstance(part, str) and "".join(part.split()) not in written), None)
 
 
 def with_other_answer(turn: dict[str, object]) -> dict[str, object]:

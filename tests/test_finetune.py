@@ -261,7 +261,7 @@ def test_an_answer_that_its_template_shortens_is_refused(tokenizer, monkeypatch)
     monkeypatch.setattr(tokenizer, "chat_template", CHATML.replace("m.content", "m.content.split('</think>')[-1]"))
     chat = pairs.Chat([{"role": role, "content": text} for role, text in
         [("user", "one"), ("assistant", "well</think>two"), ("user", "three"), ("assistant", "four")]])  # fmt: skip
-    with pytest.raises(ValueError, match="the chat template does not write all of turn 2"):
+    with pytest.raises(ValueError, match="the chat template does not write all of an answer"):
         pairs.tokenize_turns(chat, tokenizer)
 
 
@@ -325,7 +325,7 @@ def test_a_call_of_a_tool_is_an_answer(tokenizer, monkeypatch):
     called, said = learned(row, tokenizer)
     assert called.startswith('CALL{"') and called.endswith("}<|end|>") and '"add"' in called and said == "two<|end|>"
     monkeypatch.setattr(tokenizer, "chat_template", TOOLS.replace("m.tool_calls or []", "[]"))
-    with pytest.raises(ValueError, match="the chat template does not write all of turn 2"):
+    with pytest.raises(ValueError, match="the chat template does not write all of an answer"):
         learned(row, tokenizer)
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
     with pytest.raises(ValueError, match='the chat template does not use "tools"'):
@@ -352,7 +352,7 @@ def test_arguments_that_the_template_would_quote_twice_are_refused(tokenizer, mo
     calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}]
     turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "", "tool_calls": calls}]
     monkeypatch.setattr(tokenizer, "chat_template", TOOLS)
-    with pytest.raises(ValueError, match=r"""does not write all of turn 2: '\{"a": 1\}'"""):
+    with pytest.raises(ValueError, match=r"""does not write all of an answer: '\{"a": 1\}'"""):
         learned(pairs.Chat(turns), tokenizer)
     by_hand = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}'"""
     monkeypatch.setattr(tokenizer, "chat_template", TOOLS.replace("(call.function | tojson)", by_hand))
@@ -404,6 +404,7 @@ MARKED = (
     ("{{ m.content + '<|end|>\n' }}", ["two<|end|>", "four<|end|>"]),
     ("{{ m.content }}{% endgeneration %}{% generation %}<|end|>", ["two<|end|>", "four<|end|>"]),
     ("{{ m.content }}", "the chat template ends an answer without a special token"),
+    ("<|end|>", "the chat template does not write all of an answer: 'two' is missing"),
     ("{{ m.content }}{% endgeneration %} {% generation %}<|end|>", "the chat template marks 4 answers in 2 turns"),
 ])  # fmt: skip
 def test_a_template_may_mark_its_answers(answer, expected, tokenizer, monkeypatch):
