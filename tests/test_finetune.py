@@ -477,6 +477,20 @@ def test_a_tokenizer_that_begins_each_text_with_a_blank():
     assert tokens[0] == 0 and tokens.index(1) == len(tokens) - 1 and answer == [False, *[True] * (len(tokens) - 1)]
 
 
+def test_a_tokenizer_in_python_takes_pairs_and_refuses_chats(monkeypatch):
+    """ByT5's has a token per byte, and ends each text with </s>."""
+    from transformers import ByT5Tokenizer
+
+    import pairs
+
+    tokenizer = ByT5Tokenizer()
+    tokens, answer = pairs.tokenize_pair(("ab", "c"), tokenizer)
+    assert tokenizer.convert_ids_to_tokens(tokens) == ["a", "b", "c", "</s>"] and answer == [False, False, True, True]
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    with pytest.raises(ValueError, match="a chat needs a tokenizer that says where its tokens are"):
+        pairs.tokenize_turns(("ab", "c"), tokenizer)
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
     import pairs
 
