@@ -407,7 +407,9 @@ def pixels(
     Raises ValueError for anything that is not such an image.
     """
     if isinstance(image, dict):  # as in Hugging Face's data sets
-        image = image["bytes"]
+        if image.get("bytes") is None and image.get("path"):
+            raise ValueError(f"it is only a path, {image['path']}: write the picture's bytes beside it")
+        image = image.get("bytes")
     if image is None:
         raise ValueError("it is missing")
     if isinstance(image, bytes):

@@ -1,15 +1,20 @@
 """Fine-tune on pairs of a prompt and its answer: read the rows, tokenize them, and count loss and accuracy on answers.
 
 A row is a line of JSON: {"prompt": TEXT, "completion": TEXT}, or {"messages": [{"role": ..., "content": ...}, ...]}.
+The second kind may also have "tools" and "chat_template_kwargs", and its turns "tool_calls" and a "weight" of 0 or 1.
 """
 
 import argparse
+import copy
 import json
 import random
+import re
 import zlib
 from argparse import Namespace
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from dataclasses import dataclass, field
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
 
@@ -17,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import Dataset
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import pretrained
 import tiny_base
@@ -29,8 +35,22 @@ from shared.running.progress import Progress
 from shared.tasks import Task
 
 NO_TARGET = -100  # cross_entropy's ignore_index: a position whose next token is not part of an answer
-Turns = list[dict[str, str]]
-UNUSED = ("tools", "functions", "documents", "images", "videos", "audios", "chat_template_kwargs", "chosen", "rejected")
+Turns = list[dict[str, object]]
+OTHER = "\ue000 other \ue000"  # an answer that begins and ends with a character that no text has
+THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # where a turn has what the model thought before its answer
+UNUSED = ("functions", "documents", "images", "videos", "audios", "chosen", "rejected")
+MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\b")  # in a template that says itself what an answer is
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A row of turns. settings: what the template also gets, by name, such as `tools`."""
+
+    turns: Turns
+    settings: dict[str, object] = field(default_factory=dict)
+
+
+Row = Chat | tuple[str, str]
 
 
 class Pairs(Dataset):
@@ -130,8 +150,7 @@ class PairTask(Task):
         super().__init__(args, splits, device)
         self.tokenizer = pretrained.read_tokenizer(args.base)
         self.context = context_of(pretrained.read_config(args.base))
-        # The tokens that end an answer: the last one of each.
-        self.ends = sorted({int(tokens[is_answer][-1]) for tokens, is_answer in splits.train.rows})
+        self.ends = sorted(set().union(*(end_tokens(*row) for row in splits.train.rows)))
 
     def checksum(self) -> int:
         """Return a number that differs between nodes with different rows."""
@@ -277,6 +296,12 @@ def marked(row: tuple[torch.Tensor, torch.Tensor], tokenizer: object, longest: i
     return text
 
 
+def end_tokens(tokens: torch.Tensor, is_answer: torch.Tensor) -> set[int]:
+    """Return the last token of each answer in a row."""
+    continues = torch.cat([is_answer[1:], is_answer.new_zeros(1)])
+    return set(tokens[is_answer & ~continues].tolist())
+
+
 def sample_answers(model: nn.Module, task: PairTask, count: int = 3) -> str:
     """Return what the model now answers to some validation prompts. Every rank writes the same answers. Collective.
 
@@ -296,8 +321,8 @@ def sample_answers(model: nn.Module, task: PairTask, count: int = 3) -> str:
 # --- Rows ----------------------------------------------------------------------------------------------------------
 
 
-def read_rows(file: str | Path) -> list[tuple[str, Turns | tuple[str, str]]]:
-    """Return (place, row) for each line of `file`: a pair (prompt, completion), or turns of a chat.
+def read_rows(file: str | Path) -> list[tuple[str, Row]]:
+    """Return (place, row) for each line of `file`: a pair (prompt, completion), or a chat.
 
     place names file and line, for messages. Raises ValueError for a row that is neither, and OSError.
     """
@@ -317,7 +342,7 @@ def read_rows(file: str | Path) -> list[tuple[str, Turns | tuple[str, str]]]:
     return rows
 
 
-def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
+def parse_row(line: str, place: str) -> Row:
     """Return the row in a line of JSON. Raises ValueError with its place."""
     try:
         row = json.loads(line)
@@ -328,32 +353,68 @@ def parse_row(line: str, place: str) -> Turns | tuple[str, str]:
     for name in UNUSED:
         if row.get(name):
             raise ValueError(f'{place}: "{name}" would change what is learned, and this script does not use it')
+    settings = {}
+    for name, kind, words in (("chat_template_kwargs", dict, "an object"), ("tools", list, "a list of objects")):
+        if row.get(name):
+            if not isinstance(row[name], kind):
+                raise ValueError(f'{place}: "{name}" is not {words}')
+            settings |= row[name] if kind is dict else {name: row[name]}
     if row.get("messages") is not None:
-        turns = row["messages"]
-        fits = isinstance(turns, list) and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in turns
-        )
-        if not fits:
-            raise ValueError(f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}')
-        for number, turn in enumerate(turns, start=1):
-            if turn.get("tool_calls") or turn.get("weight", 1) != 1:
-                name = "tool_calls" if turn.get("tool_calls") else "weight"
-                raise ValueError(
-                    f'{place}: "{name}" of turn {number} would change what is learned, and is not used here'
-                )
-        answers = [turn["content"].strip() for turn in turns if turn["role"] == "assistant"]
-        if not any(answers):
-            raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
-        if not all(answers):
-            raise ValueError(f"{place}: a turn of the assistant is empty; it would teach the model to end at once")
-        return turns
+        return parse_chat(row["messages"], settings, place)
+    if settings:
+        raise ValueError(f'{place}: "{next(iter(settings))}" goes with "messages"')
     for name in ("prompt", "completion"):
         if not isinstance(row.get(name), str):
             raise ValueError(f'{place}: "{name}" is missing, or is not text')
     if not row["completion"].strip():
         raise ValueError(f"{place}: the completion is empty")
     return row["prompt"], row["completion"]
+
+
+def parse_chat(turns: object, settings: dict[str, object], place: str) -> Chat:
+    """Return a chat. A turn that calls tools may have no content. Raises ValueError with its place."""
+    if not (isinstance(turns, list) and all(is_turn(turn) for turn in turns)):
+        raise ValueError(
+            f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}, and a call in "tool_calls" is '
+            '{"function": {"name": TEXT, "arguments": ...}}'
+        )
+    turns = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+    turns = [{"content": "", **turn} for turn in turns]
+    for number, turn in enumerate(turns, start=1):
+        if turn.get("weight", 1) not in (0, 1):
+            raise ValueError(f'{place}: the "weight" of turn {number} is {turn["weight"]!r}; it can be 0 or 1')
+    answers = [turn for turn in turns if is_learned(turn)]
+    says_something = [bool(turn["content"].strip() or turn.get("tool_calls")) for turn in answers]
+    if not any(says_something):
+        raise ValueError(f"{place}: there is no answer, a turn of the assistant with content")
+    if not all(says_something):
+        raise ValueError(f"{place}: a turn of the assistant is empty; it would teach the model to end at once")
+    return Chat(turns, settings)
+
+
+def is_turn(turn: object) -> bool:
+    """Whether this is a turn of a chat: a role, and text or calls of tools."""
+    match turn:
+        case {"role": str(), "tool_calls": [*calls]} if calls:
+            return isinstance(turn.get("content") or "", str) and all(is_call(call) for call in calls)
+        case {"role": str(), "content": str()}:
+            return not turn.get("tool_calls")
+    return False
+
+
+def is_call(call: object) -> bool:
+    """Whether this is a call of a tool, in either of the forms that templates know."""
+    match call:
+        case {"function": {"name": str()}}:
+            return True
+        case {"name": str()}:
+            return "function" not in call
+    return False
+
+
+def function_of(call: dict[str, object]) -> dict[str, object]:
+    """Return name and arguments of a call of a tool."""
+    return call.get("function", call)
 
 
 def split(rows: list) -> tuple[list, list]:
@@ -363,8 +424,9 @@ def split(rows: list) -> tuple[list, list]:
     the rows and of the prompts, unless that would be none.
     """
 
-    def prompt(row: Turns | tuple[str, str]) -> str:
-        return json.dumps(row[0] if isinstance(row, tuple) else [turn for turn in row if turn["role"] != "assistant"])
+    def prompt(row: Row) -> str:
+        is_pair = isinstance(row, tuple)
+        return json.dumps(row[0] if is_pair else [turn for turn in row.turns if turn["role"] != "assistant"])
 
     groups: dict[str, list[int]] = {}
     for index, (_, row) in enumerate(rows):
@@ -390,8 +452,8 @@ def context_of(config: object) -> int:
 def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[list[int], list[bool]]]:
     """Return, for each row of `read_rows`, its tokens, and which of them belong to an answer and so to the loss.
 
-    These are the tokens of each assistant turn and its end token. Raises ValueError with the row's place if it is
-    longer than the model's context, or holds a token that the model's embedding does not have.
+    These are the tokens of each assistant turn and its end token, unless its weight is 0. Raises ValueError with the
+    row's place if it is longer than the model's context, or holds a token that the model's embedding does not have.
     """
     longest, num_embeddings = context_of(config), config.get_text_config().vocab_size
     result = []
@@ -413,50 +475,215 @@ def tokenize(rows: Iterable, tokenizer: object, config: object) -> list[tuple[li
     return result
 
 
-def tokenize_pair(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list[int], list[bool]]:
-    """Return tokens and answer mask of prompt, completion and end token.
+def tokenize_pair(row: Row, tokenizer: object) -> tuple[list[int], list[bool]]:
+    """Return tokens and answer mask of prompt, completion and end token, without a chat template.
 
-    Prompt and completion are tokenized apart, since `generate` sees the prompt alone.
+    The tokenizer's special tokens before a text are kept. An end token that it adds after a text would end the prompt,
+    so it is left out. Raises ValueError for a chat, or if the tokenizer has no end token.
     """
-    if not isinstance(row, tuple):
+    if isinstance(row, Chat):
         raise ValueError('"messages" need a chat template, and this tokenizer has none')
     if tokenizer.eos_token_id is None:
         raise ValueError("this tokenizer has no end token (eos_token) that could end an answer")
-    prompt = tokenizer(row[0])["input_ids"]
-    completion = [*tokenizer(row[1], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return prompt + completion, [False] * len(prompt) + [True] * len(completion)
+    text = "".join(row)
+    tokens, [(first, _)] = encode(tokenizer, text, [(len(row[0]), len(text))], special=set())
+    with_special = tokenizer(text, return_special_tokens_mask=True)
+    before = with_special["input_ids"][: with_special["special_tokens_mask"].index(0)]
+    tokens = [*before, *tokens, tokenizer.eos_token_id]
+    return tokens, [number >= len(before) + first for number in range(len(tokens))]
 
 
-def tokenize_turns(row: Turns | tuple[str, str], tokenizer: object) -> tuple[list[int], list[bool]]:
+def tokenize_turns(row: Row, tokenizer: object) -> tuple[list[int], list[bool]]:
     """Return tokens and answer mask of a chat, as the tokenizer's template writes it. A pair is a chat of two turns.
 
-    The text is cut where the model would begin to write an answer, and the pieces are tokenized apart, as `generate`
-    sees them. An answer ends with the first special token after its content: some templates write more after that.
+    An answer is a turn of the assistant whose weight is not 0, up to the special token that ends it. Raises ValueError
+    if the template ignores part of the chat, if an answer cannot be found, or if no special token ends it.
     """
-    if isinstance(row, tuple):
-        row = [{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}]
-    text = tokenizer.apply_chat_template(row, tokenize=False)
-    answers = [count for count, turn in enumerate(row) if turn["role"] == "assistant"]
-    starts = []
-    for count in answers:
-        prompt = tokenizer.apply_chat_template(row[:count], tokenize=False, add_generation_prompt=True)
-        if not text.startswith(prompt):
-            raise ValueError("the chat template begins an answer in one way, and asks for it in another")
-        starts.append(len(prompt))
+    if not isinstance(row, Chat):
+        row = Chat([{"role": "user", "content": row[0]}, {"role": "assistant", "content": row[1]}])
+    if not tokenizer.is_fast:
+        raise ValueError("a chat needs a tokenizer that says where its tokens are in the text (tokenizer.json)")
+    template = tokenizer.get_chat_template(tools=row.settings.get("tools"))
+    check_used(row, template)
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= set(tokenizer.all_special_ids)
-    tokens = tokenizer(text[: starts[0]], add_special_tokens=False)["input_ids"]
+    if MARKS_ANSWERS.search(template):
+        text, places = marked_answers(row, tokenizer, template)
+    else:
+        text, places = find_answers(row, tokenizer, tokenizer.convert_ids_to_tokens(sorted(special)))
+    tokens, answers = encode(tokenizer, text, places, special)
     mask = [False] * len(tokens)
-    for count, (start, end) in zip(answers, pairwise([*starts, len(text)]), strict=True):
-        content, piece = row[count]["content"].strip(), text[start:end]
-        if content not in piece:
-            raise ValueError(f"the chat template does not write all of turn {count + 1}")
-        written = piece.index(content) + len(content)
-        encoded = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)
-        places = zip(encoded["input_ids"], encoded["offset_mapping"], strict=True)
-        ends = [number for number, (token, (at, _)) in enumerate(places, 1) if token in special and at >= written]
-        if not ends:
-            raise ValueError("the chat template writes no special token after an answer, so it would never end")
-        tokens += encoded["input_ids"]
-        mask += [number < ends[0] for number in range(len(encoded["input_ids"]))]
+    for first, stop in answers:
+        while stop > first and not tokenizer.decode([tokens[stop - 1]]).strip():
+            stop -= 1  # `generate` never writes the newline after an end token
+        if stop == first or tokens[stop - 1] not in special:
+            raise ValueError("the chat template ends an answer without a special token, so it would never end")
+        mask[first:stop] = [True] * (stop - first)
     return tokens, mask
+
+
+def check_used(row: Chat, template: str) -> None:
+    """Raise ValueError if the template ignores the row's settings or what the model has thought."""
+    used = set(re.findall(r"\w+", template))
+    thoughts = {name for turn in row.turns for name in THOUGHTS if turn.get(name)}
+    unused = sorted(row.settings.keys() - used) or (sorted(thoughts) if not used & set(THOUGHTS) else [])
+    if unused:
+        raise ValueError(f'the chat template does not use "{unused[0]}"')
+
+
+def marked_answers(row: Chat, tokenizer: object, template: str) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat as text, and the (start, end) of each answer in it, as a template with {% generation %} marks them.
+
+    Raises ValueError if the template does not mark one whole answer per turn of the assistant.
+    """
+    settings = {**tokenizer.special_tokens_map, **row.settings, "return_assistant_tokens_mask": True}
+    [text], [marked] = render_jinja_template([row.turns], chat_template=template, **settings)
+    places: list[tuple[int, int]] = []
+    for start, end in marked:  # a template may mark the parts of an answer one by one
+        if places and places[-1][1] == start:
+            start, _ = places.pop()
+        places.append((start, end))
+    turns = [turn for turn in row.turns if turn["role"] == "assistant"]
+    if len(places) != len(turns):
+        raise ValueError(f"the chat template marks {len(places)} answers in {len(turns)} turns of the assistant")
+    places = [place for place, turn in zip(places, turns, strict=True) if is_learned(turn)]
+    for turn, (start, end) in zip(filter(is_learned, turns), places, strict=True):
+        check_whole(turn, text[start:end])
+    return text, places
+
+
+def find_answers(row: Chat, tokenizer: object, special: Sequence[str]) -> tuple[str, list[tuple[int, int]]]:
+    """Return a chat as text, and the (start, end) of each answer in it, by rendering the chat with other answers.
+
+    An answer begins where the template asks for it. It ends with what the template writes after it both in a chat that
+    ends there and in one that continues. special: the tokenizer's special tokens. Raises ValueError if the template
+    does not write the whole answer.
+    """
+
+    def render(turns: Turns, **options: object) -> str:
+        return tokenizer.apply_chat_template(turns, tokenize=False, **row.settings, **options)
+
+    def text_after(text: str, turns: Turns, count: int) -> str:
+        """Return what follows the answer in turn `count` of a rendered chat: what stays with a different answer."""
+        other = render([*turns[:count], with_other_answer(turns[count]), *turns[count + 1 :]])
+        return text[len(text) - common_length(text[::-1], other[::-1]) :]
+
+    text, places = render(row.turns), []
+    for count, turn in enumerate(row.turns):
+        if not is_learned(turn):
+            continue
+        before, until = row.turns[:count], row.turns[: count + 1]
+        if before:
+            prompt = render(before, add_generation_prompt=True)
+        else:  # nothing asks for it
+            prompt = text[: common_length(text, render([{"role": "assistant", "content": OTHER}, *row.turns[1:]]))]
+        if not text.startswith(prompt):
+            raise ValueError(
+                "the chat template begins an answer in one way, and asks for it in another: mark the answers in the "
+                "template with {% generation %}"
+            )
+        other_turns = until if len(until) < len(row.turns) else [*until, reply_to(turn)]
+        after, other_after = text_after(text, row.turns, count), text_after(render(other_turns), other_turns, count)
+        rest = after[ending_length(after, other_after, special) :].lstrip()
+        start, end = len(prompt), len(text) - len(rest)
+        written = text[start:end]
+        if before and missing_part(turn, written):  # a template may ask for an answer with its first words: <think>
+            written = text[common_length(prompt, render(before)) : end]
+        check_whole(turn, written)
+        places.append((start, end))
+    return text, places
+
+
+def ending_length(after: str, other_after: str, special: Sequence[str]) -> int:
+    """Return how many characters after an answer belong to it.
+
+    after, other_after: what follows it in two chats, of which one ends with the answer and one continues.
+    """
+    # A template may end a chat with a token of its own. Then the answer ends with the special token after it.
+    lengths = [max((len(token) for token in special if text.startswith(token)), default=0)
+        for text in (after, other_after)]  # fmt: skip
+    return max(common_length(after, other_after), lengths[0] if all(lengths) else 0)
+
+
+def is_learned(turn: dict[str, object]) -> bool:
+    """Whether this is an answer that counts."""
+    return turn["role"] == "assistant" and turn.get("weight") != 0
+
+
+def check_whole(turn: dict[str, object], written: str) -> None:
+    """Raise ValueError if a template leaves out a part of an answer. written: the turn as the template writes it."""
+    if part := missing_part(turn, written):
+        raise ValueError(f"the chat template does not write all of an answer: {part.strip()[:40]!r} is missing")
+
+
+def missing_part(turn: dict[str, object], written: str) -> str | None:
+    """Return content, or a call's name or textual arguments, if `written` lacks it. Blanks may differ."""
+    functions = [function_of(call) for call in turn.get("tool_calls") or []]
+    parts = [turn["content"], *(function.get(name) for function in functions for name in ("name", "arguments"))]
+    written = "".join(written.split())
+    return next((part for part in parts if isinstance(part, str) and "".join(part.split()) not in written), None)
+
+
+def with_other_answer(turn: dict[str, object]) -> dict[str, object]:
+    """Return a turn of the assistant with different content, or with different arguments in its last call of a tool."""
+    if not turn.get("tool_calls"):
+        return {**turn, "content": OTHER}
+    other = copy.deepcopy(turn)
+    function = function_of(other["tool_calls"][-1])
+    function["arguments"] = OTHER if isinstance(function.get("arguments"), str) else {OTHER: OTHER}
+    return other
+
+
+def reply_to(turn: dict[str, object]) -> dict[str, object]:
+    """Return a turn that can follow a turn of the assistant."""
+    if not turn.get("tool_calls"):
+        return {"role": "user", "content": "."}
+    call = turn["tool_calls"][-1]
+    return {"role": "tool", "content": ".", "name": function_of(call)["name"], "tool_call_id": call.get("id")}
+
+
+def common_length(one: str, other: str) -> int:
+    """Return with how many equal characters two texts begin."""
+    lengths = range(1, min(len(one), len(other)) + 1)
+    return bisect_left(lengths, True, key=lambda length: one[:length] != other[:length])
+
+
+def encode(
+    tokenizer: object, text: str, places: Sequence[tuple[int, int]], special: set[int]
+) -> tuple[list[int], list[tuple[int, int]]]:
+    """Return the tokens of a text, and the (first, stop) of each of its answers in them.
+
+    The text is tokenized as a whole, because some tokenizers begin every text with a blank. But `generate` sees only
+    the text before an answer. If that has different tokens, because one would reach into the answer, the text is
+    tokenized in pieces, which begin where the answers begin. Raises ValueError if the pieces are not the text.
+
+    places: (start, end) of the answers in the text. special: the special tokens; no token reaches across one of them.
+    """
+
+    def tokenize_part(start: int, end: int) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return the tokens of a part of the text, and the (start, end) of each in the text."""
+        encoded = tokenizer(text[start:end], add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
+        offsets = encoded["offset_mapping"] if tokenizer.is_fast else []
+        return encoded["input_ids"], [(start + first, start + last) for first, last in offsets]
+
+    def tokens_until(place: int) -> int:
+        """Return how many tokens end at a place or before it."""
+        return bisect_right(offsets, place, key=itemgetter(1))
+
+    tokens, offsets = tokenize_part(0, len(text))
+    firsts, is_whole = [], True
+    for start, _ in places:
+        last_special = next((n for n in range(tokens_until(start) - 1, -1, -1) if tokens[n] in special), 0)
+        before, _ = tokenize_part(offsets[last_special][0] if last_special else 0, start)
+        firsts.append(last_special + len(before))
+        is_whole = is_whole and tokens[last_special : firsts[-1]] == before
+    if not is_whole:
+        edges = [0, *(start for start, _ in places), len(text)]
+        pieces = [tokenize_part(*edge) for edge in pairwise(edges)]
+        joined = [token for piece, _ in pieces for token in piece]
+        written, expected = (tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in (joined, tokens))
+        if written != expected:
+            raise ValueError("an answer begins inside a token: end the prompt before a blank, not after it")
+        tokens, offsets = joined, [offset for _, piece in pieces for offset in piece]
+        firsts = list(accumulate(len(piece) for piece, _ in pieces[:-1]))
+    return tokens, [(first, tokens_until(end)) for first, (_, end) in zip(firsts, places, strict=True)]

@@ -1,6 +1,8 @@
 """train_ray_finetune.py as a user starts it: held to a plain process, exported, reloaded, killed and refused."""
 
+import itertools
 import json
+import operator
 import shutil
 from pathlib import Path
 
@@ -172,8 +174,8 @@ def test_an_answer_is_each_assistant_turn_and_its_end_token(tokenizer, monkeypat
     import pairs
 
     monkeypatch.setattr(tokenizer, "chat_template", CHATML)
-    chat = [{"role": role, "content": text} for role, text in
-        [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four five")]]  # fmt: skip
+    chat = pairs.Chat([{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four five")]])  # fmt: skip
     tokens, answer = pairs.tokenize_turns(chat, tokenizer)
     written = [tokenizer.decode([token]) for token in tokens]
     assert "".join(written) == (
@@ -182,17 +184,46 @@ def test_an_answer_is_each_assistant_turn_and_its_end_token(tokenizer, monkeypat
     parts = "".join(text if counts else "|" for text, counts in zip(written, answer, strict=True))
     assert [part for part in parts.split("|") if part] == ["two<", "end", ">", "four five<", "end", ">"]
     assert len(tokens) == len(answer) and not answer[-1]
-    assert pairs.tokenize_turns(("one", "two"), tokenizer) == pairs.tokenize_turns(chat[:2], tokenizer)
+    first = pairs.Chat(chat.turns[:2])
+    assert pairs.tokenize_turns(("one", "two"), tokenizer) == pairs.tokenize_turns(first, tokenizer)
+    chat.turns[1]["weight"] = 0
+    without_first = pairs.tokenize_turns(chat, tokenizer)
+    assert without_first[0] == tokens and sum(without_first[1]) < sum(answer) and without_first[1][-9:] == answer[-9:]
+    first_ends = pairs.end_tokens(torch.tensor(tokens), torch.tensor(answer))
+    assert first_ends == {tokens[-1 - answer[::-1].index(True)]}
 
 
 TEMPLATES = {  # what they write of the turns "one" and "two", and how much of it is the answer
     "phi 3, with an end of text": (
         "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}{% endfor %}"
-        "{% if add_generation_prompt %}<|assistant|>{% else %}<|user|>{% endif %}",
-        "<|user|>one<|end|><|assistant|>", "two<|end|>", "<|user|>",
+        "{% if add_generation_prompt or not continued %}<|assistant|>{% endif %}",
+        "<|user|>one<|end|><|assistant|>", "two<|end|>", "<|assistant|>",
+    ),
+    "command a, with two tokens": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content + '<|end|>' }}"
+        "{{ '<|assistant|>' if m.role == 'assistant' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "<|user|>one<|end|><|assistant|>", "two<|end|><|assistant|>", "",
+    ),
+    "gpt-oss, with an end of its own for the last turn": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+        "{{ '<|assistant|>' if loop.last and m.role == 'assistant' else '<|end|>' }}{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+        "<|user|>one<|end|><|assistant|>", "two<|assistant|>", "",
+    ),
+    "qwen 3.5, which begins the answer in the prompt": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>' + ('<think>' if m.role == 'assistant' else '') + m.content }}"
+        "{{ '<|end|>' }}{% endfor %}{% if add_generation_prompt %}<|assistant|><think>{% endif %}",
+        "<|user|>one<|end|><|assistant|><think>", "two<|end|>", "",
     ),
     "a newline as a token": (CHATML, "<|user|>\none<|end|>\n<|assistant|>\n", "two<|end|>", "\n"),
 }  # fmt: skip
+
+
+def test_an_answer_may_begin_with_what_the_template_asks_for_it_with(tokenizer, monkeypatch):
+    """As reasoning in the content, where the template's prompt ends with <think>."""
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML.replace("<|assistant|>\\n", "<|assistant|>\\n<think>\\n"))
+    assert learned(("one", "<think>\n1 + 1\n</think>2"), tokenizer) == ["1 + 1\n</think>2<|end|>"]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -228,9 +259,9 @@ def test_an_answer_that_its_template_shortens_is_refused(tokenizer, monkeypatch)
     import pairs
 
     monkeypatch.setattr(tokenizer, "chat_template", CHATML.replace("m.content", "m.content.split('</think>')[-1]"))
-    chat = [{"role": role, "content": text} for role, text in
-        [("user", "one"), ("assistant", "well</think>two"), ("user", "three"), ("assistant", "four")]]  # fmt: skip
-    with pytest.raises(ValueError, match="the chat template does not write all of turn 2"):
+    chat = pairs.Chat([{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "well</think>two"), ("user", "three"), ("assistant", "four")]])  # fmt: skip
+    with pytest.raises(ValueError, match="the chat template does not write all of an answer"):
         pairs.tokenize_turns(chat, tokenizer)
 
 
@@ -252,6 +283,212 @@ def test_without_a_template_prompt_and_completion_are_tokenized_apart(tokenizer)
     tokens, answer = pairs.tokenize_pair(("x = ", "1"), tokenizer)
     apart = [*tokenizer("x = ")["input_ids"], *tokenizer("1")["input_ids"], tokenizer.eos_token_id]
     assert tokens == apart and sum(answer) == len(tokenizer("1")["input_ids"]) + 1 and answer[-1]
+
+
+def learned(row: object, tokenizer: object) -> list[str]:
+    """Each run of tokens that counts, as text."""
+    import pairs
+
+    tokens, answer = pairs.tokenize_turns(row, tokenizer)
+    runs = itertools.groupby(zip(tokens, answer, strict=True), key=operator.itemgetter(1))
+    return [tokenizer.decode([token for token, _ in run]) for counts, run in runs if counts]
+
+
+def test_an_answer_that_also_occurs_elsewhere_is_found(tokenizer, monkeypatch):
+    """In what the model has thought, which the template writes before it, and in its end token."""
+    thinks = CHATML.replace("+ m.content", "+ (m.thoughts or '') + m.content")
+    monkeypatch.setattr(tokenizer, "chat_template", thinks)
+    import pairs
+
+    for content in ("2", "end", "assistant"):
+        turns = [{"role": "user", "content": content}, {"role": "assistant", "thoughts": f"1 + 1: {content}. ",
+            "content": content}]  # fmt: skip
+        assert learned(pairs.Chat(turns), tokenizer) == [f"1 + 1: {content}. {content}<|end|>"]
+
+
+TOOLS = (
+    "{% if tools %}{{ '<|user|>' + (tools | tojson) + '<|end|>' }}{% endif %}"
+    "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ 'CALL' + (call.function | tojson) }}{% endfor %}{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def test_a_call_of_a_tool_is_an_answer(tokenizer, monkeypatch):
+    import pairs
+
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [{"role": "user", "content": "one"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "2"}, {"role": "assistant", "content": "two"}]  # fmt: skip
+    row = pairs.parse_row(json.dumps({"messages": messages, "tools": [{"type": "function"}]}), "")
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS)
+    called, said = learned(row, tokenizer)
+    assert called.startswith('CALL{"') and called.endswith("}<|end|>") and '"add"' in called and said == "two<|end|>"
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS.replace("m.tool_calls or []", "[]"))
+    with pytest.raises(ValueError, match="the chat template does not write all of an answer"):
+        learned(row, tokenizer)
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    with pytest.raises(ValueError, match='the chat template does not use "tools"'):
+        learned(row, tokenizer)
+
+
+def test_a_call_of_a_tool_may_end_a_chat_and_name_a_tool_that_answers(tokenizer, monkeypatch):
+    """With parallel calls, in both of the forms that templates know. (gpt-oss writes the tool's name in its answer.)"""
+    import pairs
+
+    calls = [{"name": "add", "arguments": {"a": "b"}}, {"name": "multiply"}]
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    named = TOOLS.replace("m.role + '|>'", "m.role + '|>' + (m.name or '')")
+    monkeypatch.setattr(tokenizer, "chat_template", named.replace("call.function", "call"))
+    expected = 'CALL{"name": "add", "arguments": {"a": "b"}}CALL{"name": "multiply"}<|end|>'
+    assert learned(pairs.Chat(turns), tokenizer) == [expected]
+    replied = [*turns, {"role": "tool", "name": "multiply", "content": "2"}, {"role": "assistant", "content": "two"}]
+    assert learned(pairs.Chat(replied), tokenizer) == [expected, "two<|end|>"]
+
+
+def test_arguments_that_the_template_would_quote_twice_are_refused(tokenizer, monkeypatch):
+    import pairs
+
+    calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}]
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "", "tool_calls": calls}]
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS)
+    with pytest.raises(ValueError, match=r"""does not write all of an answer: '\{"a": 1\}'"""):
+        learned(pairs.Chat(turns), tokenizer)
+    by_hand = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}'"""
+    monkeypatch.setattr(tokenizer, "chat_template", TOOLS.replace("(call.function | tojson)", by_hand))
+    assert learned(pairs.Chat(turns), tokenizer) == ['CALL{"name": "add", "arguments": {"a": 1}}<|end|>']
+
+
+def test_thoughts_that_the_template_ignores_are_refused(tokenizer, monkeypatch):
+    import pairs
+
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "2", "reasoning": "1 + 1: 2"}]
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    with pytest.raises(ValueError, match='the chat template does not use "reasoning"'):
+        learned(pairs.Chat(turns), tokenizer)
+    thinks = CHATML.replace("+ m.content", "+ (m.reasoning_content or '') + m.content")
+    monkeypatch.setattr(tokenizer, "chat_template", thinks)
+    assert learned(pairs.Chat(turns), tokenizer) == ["1 + 1: 22<|end|>"]
+
+
+def test_a_chat_may_begin_with_the_assistant(tokenizer, monkeypatch):
+    import pairs
+
+    turns = [{"role": "assistant", "content": "hello"}, {"role": "user", "content": "one"},
+        {"role": "assistant", "content": "two"}]  # fmt: skip
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    assert learned(pairs.Chat(turns), tokenizer) == ["hello<|end|>", "two<|end|>"]
+    raises = "{% if messages[0].role == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", raises + CHATML)
+    with pytest.raises(Exception, match="the user begins"):
+        learned(pairs.Chat(turns), tokenizer)
+
+
+def test_the_template_for_tools_is_used_where_there_is_one(tokenizer, monkeypatch):
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", {"default": CHATML, "tool_use": TOOLS})
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    assert learned(pairs.Chat(turns), tokenizer) == ["two<|end|>"]
+    tokens, _ = pairs.tokenize_turns(pairs.Chat(turns, {"tools": [{"type": "function"}]}), tokenizer)
+    assert tokenizer.decode(tokens).startswith('<|user|>[{"type": "function"}]<|end|>')
+
+
+MARKED = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\n' }}{% if m.role == 'assistant' %}{% generation %}ANSWER"
+    "{% endgeneration %}{{ '\n' }}{% else %}{{ m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("answer", "expected"), [
+    ("{{ m.content + '<|end|>\n' }}", ["two<|end|>", "four<|end|>"]),
+    ("{{ m.content }}{% endgeneration %}{% generation %}<|end|>", ["two<|end|>", "four<|end|>"]),
+    ("{{ m.content }}", "the chat template ends an answer without a special token"),
+    ("<|end|>", "the chat template does not write all of an answer: 'two' is missing"),
+    ("{{ m.content }}{% endgeneration %} {% generation %}<|end|>", "the chat template marks 4 answers in 2 turns"),
+])  # fmt: skip
+def test_a_template_may_mark_its_answers(answer, expected, tokenizer, monkeypatch):
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", MARKED.replace("ANSWER", answer))
+    chat = pairs.Chat([{"role": role, "content": text} for role, text in
+        [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four")]])  # fmt: skip
+    if isinstance(expected, str):
+        with pytest.raises(ValueError, match=expected):
+            learned(chat, tokenizer)
+    else:
+        assert learned(chat, tokenizer) == expected
+        chat.turns[1]["weight"] = 0
+        assert learned(chat, tokenizer) == expected[1:]
+
+
+def test_marked_answers_are_those_of_transformers(tokenizer, monkeypatch):
+    """Token for token, except that a token never reaches from the prompt into the answer."""
+    import pairs
+
+    monkeypatch.setattr(tokenizer, "chat_template", MARKED.replace("ANSWER", "{{ m.content + '<|end|>' }}"))
+    for content in ("two words", "<|end|>", "日本 ☃", "\n\ntwo"):
+        turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": content}]
+        tokens, answer = pairs.tokenize_turns(pairs.Chat(turns), tokenizer)
+        theirs = tokenizer.apply_chat_template(turns, return_dict=True, return_assistant_tokens_mask=True)
+        assert tokenizer.decode(tokens) == tokenizer.decode(theirs["input_ids"])
+        if not content.startswith("\n"):
+            assert (tokens, answer) == (theirs["input_ids"], [mask == 1 for mask in theirs["assistant_masks"]])
+        assert learned(pairs.Chat(turns), tokenizer) == [content + "<|end|>"]
+
+
+def test_offsets_without_blanks_do_not_move_an_answer(tokenizer, tmp_path):
+    """Llama 3's tokenizer says that a token of blanks begins where it ends."""
+    from tokenizers.processors import ByteLevel
+    from transformers import AutoTokenizer
+
+    tokenizer.save_pretrained(tmp_path)
+    other = AutoTokenizer.from_pretrained(tmp_path)
+    other.chat_template = CHATML.replace("|>\\n'", "|> '")
+    other.backend_tokenizer.post_processor = ByteLevel(trim_offsets=True)
+    assert other("a ", return_offsets_mapping=True)["offset_mapping"][-1] == (2, 2)
+    for content in ("two", " two", "\ntwo", "x = 1"):
+        assert learned(("one", content), other) == [content + "<|end|>"]
+
+
+def test_a_tokenizer_that_begins_each_text_with_a_blank():
+    """As those of Llama 2 and Mistral do. The answer begins in the middle of a text, and gets none."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    import pairs
+
+    letters = ["<s>", "</s>", "<unk>", "▁", *"abcdefghijklmnopqrstuvwxyz{}=:1\n", "▁x", "▁="]
+    vocabulary = {letter: number for number, letter in enumerate(letters)}
+    inner = Tokenizer(models.BPE(vocabulary, [("▁", "x"), ("▁", "=")], unk_token="<unk>"))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    inner.decoder = decoders.Metaspace(prepend_scheme="always")
+    inner.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )  # fmt: skip
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    tokens, answer = pairs.tokenize_pair(("x =\n", "{a: 1}"), tokenizer)
+    parts = ["".join(letters[token] for token, counts in zip(tokens, answer, strict=True) if counts is kind)
+        for kind in (False, True)]  # fmt: skip
+    assert parts == ["<s>▁x▁=\n", "{a:▁1}</s>"]
+    with pytest.raises(ValueError, match="end the prompt before a blank, not after it"):
+        pairs.tokenize_pair(("x ", "= 1"), tokenizer)
+    tokens, answer = pairs.tokenize_pair(("", "x = 1"), tokenizer)  # after <s> alone
+    assert tokens[0] == 0 and tokens.index(1) == len(tokens) - 1 and answer == [False, *[True] * (len(tokens) - 1)]
+
+
+def test_a_tokenizer_in_python_takes_pairs_and_refuses_chats(monkeypatch):
+    """ByT5's has a token per byte, and ends each text with </s>."""
+    from transformers import ByT5Tokenizer
+
+    import pairs
+
+    tokenizer = ByT5Tokenizer()
+    tokens, answer = pairs.tokenize_pair(("ab", "c"), tokenizer)
+    assert tokenizer.convert_ids_to_tokens(tokens) == ["a", "b", "c", "</s>"] and answer == [False, False, True, True]
+    monkeypatch.setattr(tokenizer, "chat_template", CHATML)
+    with pytest.raises(ValueError, match="a chat needs a tokenizer that says where its tokens are"):
+        pairs.tokenize_turns(("ab", "c"), tokenizer)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused(tokenizer, monkeypatch):
@@ -655,11 +892,19 @@ PAIR = '{"prompt": "a", "completion": "b"}'
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}',
-     'line 2: "tools" would change what is learned'),
+     "line 2: the chat template does not use"),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
-     'line 2: "weight" of turn 2 would change'),
-    ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}, {"role": "assistant", "content": "b"}]}',
-     'line 2: "tool_calls" of turn 1 would change'),
+     "line 2: there is no answer, a turn of the assistant"),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 2}]}',
+     'line 2: the "weight" of turn 2 is 2; it can be 0 or 1'),
+    ('{"prompt": "a", "completion": "b", "images": ["c"]}', 'line 2: "images" would change what is learned'),
+    ('{"prompt": "a", "completion": "b", "tools": [{}]}', 'line 2: "tools" goes with "messages"'),
+    ('{"messages": [], "tools": "[]"}', 'line 2: "tools" is not a list of objects'),
+    ('{"messages": [], "chat_template_kwargs": ["a"]}', 'line 2: "chat_template_kwargs" is not an object'),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": ["b"]}]}',
+     'line 2: "messages" is a list of'),
+    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": null}]}',
+     'line 2: "messages" is a list of'),
     ('{"messages": [{"role": "assistant", "content": ""}, {"role": "assistant", "content": "b"}]}',
      "line 2: a turn of the assistant is empty"),
     ('{"prompt": "c", "completion": "\\ud800"}', "line 2: "),

@@ -318,6 +318,13 @@ def test_one_image_that_cannot_be_used_names_its_file(image, words, as_struct, t
         images(as_batch(tmp_path / "train"))
 
 
+def test_a_picture_that_is_only_a_path_is_named(tmp_path):
+    rows = [*[{"bytes": encoded("L"), "path": None}] * 5, {"bytes": None, "path": "a/cat.png"}]
+    images = ray_images.inspect_dataset(write_parquet(tmp_path, rows))["train"]
+    with pytest.raises(ValueError, match=r"it is only a path, a/cat.png: write the picture's bytes beside it"):
+        images(as_batch(tmp_path / "train"))
+
+
 @pytest.mark.parametrize("value", [255.0, -0.1, float("nan"), float("inf")])
 def test_one_array_that_is_out_of_range_names_its_file(value, tmp_path):
     """It would train a worse model, or one of NaN."""
