@@ -26,6 +26,7 @@ from torch.distributed.tensor import distribute_tensor
 from shared.distributed import Worker, fail_together, from_rank_zero, global_sum, retry
 from shared.errors import StorageError, UsageError
 from shared.on_ray.storage import RayRun
+from shared.running.runs import CONTENTS
 from shared.sharded import file_checksums
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a base is a folder: nothing is asked of the hub
@@ -54,6 +55,10 @@ ALL_LINEAR = "all-linear"
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates",
+)  # fmt: skip
+NO_CHANGE = (  # keys of a base's JSON files that change nothing of what is trained
+    "transformers_version", "_name_or_path", "name_or_path", "dtype", "torch_dtype", "tokenizer_file", "backend",
+    "is_local", "chat_template",
 )  # fmt: skip
 EXPORT_AGAIN = "What was trained is saved, except in local mode: continue with --resume and another --export"
 
@@ -210,14 +215,45 @@ def checksum(folder: str | Path, log: Callable[[str], None] = lambda line: None)
     return "-".join(f"{crc:08x}" for _, crc in sorted(entries.values()))
 
 
+def contents(folder: str | Path) -> dict[str, str]:
+    """Return checksums of the base's configuration, tokenizer and chat template, which name it in checkpoints.
+
+    What changes nothing is left out: the order of keys, line ends, and where and with which versions a file was saved.
+    """
+    folder = Path(folder)
+    whole = (folder / "tokenizer.json").is_file()
+    names = ["tokenizer.json"] if whole else ["vocab.json", "merges.txt", "tokenizer.model"]
+    names += ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+    parts = {
+        "base_config": meaning(folder / "config.json"),
+        "base_tokenizer": {name: meaning(folder / name) for name in names if (folder / name).is_file()},
+        "base_template": json.dumps(read_tokenizer(folder).chat_template).replace(r"\r\n", r"\n"),
+    }
+    return {name: f"{zlib.crc32(json.dumps(part, sort_keys=True).encode()):08x}" for name, part in parts.items()}
+
+
+def meaning(path: Path) -> object:
+    """Return what a small file says, without what changes nothing. Raises ValueError if it is damaged."""
+    content = path.read_bytes().replace(b"\r\n", b"\n")
+    if path.suffix != ".json":
+        return zlib.crc32(content)
+    try:
+        return json.loads(content, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if k not in NO_CHANGE})
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
 def check_same_base(args: Namespace, run: RayRun, worker: Worker) -> None:
-    """Raise ValueError, on a node whose base has other weights than the driver's. One process per node reads them.
+    """Raise ValueError, on a node whose base is not the driver's. One process per node reads it.
 
     Waits for a folder that is mounted late, and raises OSError if it does not come.
     """
     retry(lambda: read_config(args.base), run.patience_s)
-    if worker.local_rank == 0 and run.options["base"] != f"with weights {checksum(args.base, worker.log)}":
-        raise ValueError(f"node {socket.gethostname()} has other weights in --base {args.base} than the driver")
+    if worker.local_rank == 0:
+        here = {"base": f"with weights {checksum(args.base, worker.log)}", **contents(args.base)}
+        for name in here:
+            if run.options.get(name, here[name]) != here[name]:
+                raise ValueError(f"node {socket.gethostname()} has {CONTENTS[name]} {args.base} than the driver")
 
 
 # --- Building, in this order: build, fully_shard, to_empty, fill ----------------------------------------------------

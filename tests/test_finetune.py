@@ -459,7 +459,71 @@ def test_the_default_base_and_rows(exported, capsys):
     assert capsys.readouterr().out == ""
 
 
-# --- Killed -------------------------------------------------------------------------------------------------------
+# --- Killed, and resumed with something else ----------------------------------------------------------------------
+
+
+def edit(name: str, **values: object):
+    """A change of values in one of a base's JSON files."""
+
+    def change(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+    return change
+
+
+def change_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{# another #}" + (folder / "chat_template.jinja").read_text())
+
+
+CHANGES = (
+    ("rope", edit("config.json", rope_parameters={"rope_theta": 2e4, "rope_type": "default"}),
+     "a different config.json in --base"),
+    ("tokenizer", edit("tokenizer_config.json", pad_token="<|user|>"), "a different tokenizer in --base"),
+    ("template", change_template, "a different chat template in --base"),
+)  # fmt: skip
+
+
+def test_what_is_no_change_of_a_base_leaves_its_checksums(base, tokenizer, tmp_path):
+    """Another folder, versions, paths, the order of keys, Windows line ends, a template in tokenizer_config.json."""
+    import pretrained
+
+    folder = damaged(base, tmp_path / "other")
+    edit("config.json", transformers_version="4.1.0", _name_or_path="me/base", torch_dtype="float16")(folder)
+    for path in folder.glob("*.json"):
+        values = json.loads(path.read_text())
+        text = json.dumps(dict(reversed(values.items())), indent=4)
+        path.write_bytes(text.replace("\n", "\r\n").encode("utf-8"))
+    assert pretrained.contents(folder) == pretrained.contents(base)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    edit("tokenizer_config.json", chat_template=template.replace("\n", "\r\n"))(folder)
+    assert pretrained.contents(folder) == pretrained.contents(base)
+    (folder / "special_tokens_map.json").write_text("{")
+    with pytest.raises(ValueError, match=r"special_tokens_map\.json is damaged: Expecting property name"):
+        pretrained.contents(folder)
+
+
+def test_other_rows_for_validation_are_known(rows, base, monkeypatch, tmp_path):
+    """The same file, divided in another way, as by an earlier version of `split`."""
+    import train_ray_finetune
+
+    import pairs
+
+    def known_by(**values: object) -> dict:
+        monkeypatch.setattr(pairs, "check", lambda args, driver: {})
+        args = Options(**{"base": str(base), "data_file": str(rows[0]), "val_file": None, **values})
+        return train_ray_finetune.known_by(args, None)
+
+    before = known_by()
+    shutil.copy(rows[0], tmp_path / "copy.jsonl")
+    assert known_by(data_file=str(tmp_path / "copy.jsonl")) == before
+    changed = {"validation_rows": known_by(val_file=str(rows[1]))["validation_rows"]}
+    assert before | changed == known_by(val_file=str(rows[1])) != before
+    windows = tmp_path / "windows.jsonl"
+    windows.write_bytes(rows[1].read_bytes().replace(b"\n", b"\r\n"))
+    assert known_by(val_file=str(windows)) == before | changed
+    monkeypatch.setattr(pairs, "split", lambda rows: (rows[5:], rows[:5]))
+    assert known_by()["validation_rows"] != before["validation_rows"]
 
 
 def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
@@ -487,8 +551,14 @@ def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
     (other / "model.safetensors").write_bytes(weights)
     again = [*options, "--storage-path", tmp_path, "--run-name", "run", "--resume"]
     error = refused_here(FINETUNE, *again, "--base", other)
-    assert "is of --base with weights" in error and "but this run asks for --base with weights" in error
-    assert "is of --data-file with checksum" in refused_here(FINETUNE, *again, "--data-file", rows[1])
+    assert "was written with different weights in --base: resume with the old one, or begin a new run with" in error
+    for name, change, because in CHANGES:
+        folder = damaged(base, tmp_path / name)
+        change(folder)
+        assert f"was written with {because}: resume" in refused_here(FINETUNE, *again, "--base", folder)
+    assert "was written with a different --data-file: resume" in refused_here(FINETUNE, *again, "--data-file", rows[1])
+    error = refused_here(FINETUNE, *again, "--val-file", rows[0])
+    assert "was written with different validation rows: resume" in error
     assert "is of --lora-alpha 8.0, but" in refused_here(FINETUNE, *again, "--lora-alpha", 9)
     error = refused_here(FINETUNE, *again, "--lora-rank", 2)
     assert "is of --lora-rank 4, but this run asks for --lora-rank 2" in error
@@ -724,7 +794,10 @@ def test_a_node_with_other_weights_is_refused(base):
     pretrained.check_same_base(args, run, Worker())
     run = Options(options={"base": "with weights 0"}, patience_s=0)
     pretrained.check_same_base(args, run, Worker(rank=1, local_rank=1))  # its node's first process has done it
-    with pytest.raises(ValueError, match="has other weights in --base"):
+    with pytest.raises(ValueError, match=r"has different weights in --base .* than the driver"):
+        pretrained.check_same_base(args, run, Worker())
+    run = Options(options={**weights, "base_config": "0"}, patience_s=0)
+    with pytest.raises(ValueError, match=r"has a different config\.json in --base"):
         pretrained.check_same_base(args, run, Worker())
 
 
