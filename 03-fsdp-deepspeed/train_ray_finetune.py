@@ -117,6 +117,8 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     distributed.join_alone(worker.device)  # in local mode
     with distributed.fail_together():
         model = task.build_model()
+    if worker.rank == 0 and args.lora_rank and (frozen := pretrained.without_adapters(model)):
+        worker.log(f"note: no adapters for {', '.join(frozen)}: not linear layers, so they stay frozen")
     shard(model, args, worker)
     model.to_empty(device=worker.device)
     pretrained.fill(model, args.base, args.seed)
