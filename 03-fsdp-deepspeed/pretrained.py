@@ -392,8 +392,8 @@ def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def stored_name(decoder: PreTrainedModel, name: str) -> str:
-    """Return the name of a tensor in the folder of the base."""
-    return decoder.names_in_folder.get(name, name)
+    """Return the name of a tensor in the folder of the base. `build` has noted those that differ."""
+    return getattr(decoder, "names_in_folder", {}).get(name, name)
 
 
 @torch.no_grad()
