@@ -13,7 +13,6 @@ import warnings
 import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -48,6 +47,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import is_sentencepiece_available
 
 logging.set_verbosity_error()
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")  # peft uses it
@@ -120,7 +120,7 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"--base {folder} has no tokenizer (tokenizer.json)")
     whole = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
-    if not whole and find_spec("sentencepiece") is None:
+    if not whole and not is_sentencepiece_available():
         raise ValueError(
             f"--base {folder} has a tokenizer.model and no tokenizer.json: transformers makes one of it with the "
             "package sentencepiece (pip install sentencepiece, on every node)"

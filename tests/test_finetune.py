@@ -734,7 +734,7 @@ BASES = {
 
 @pytest.mark.parametrize("name", BASES)
 def test_a_base_is_refused_in_one_line(name, base, rows, tokenizer, tmp_path, monkeypatch):
-    monkeypatch.setattr("pretrained.find_spec", lambda name: None)  # whether sentencepiece is installed
+    monkeypatch.setattr("pretrained.is_sentencepiece_available", lambda: False)  # whether sentencepiece is installed
     make, because = BASES[name]
     folder = make(base, tmp_path / "base", tokenizer)
     options = ["--base", folder, "--data-file", rows[0], "--storage-path", tmp_path / "runs"]
