@@ -54,7 +54,7 @@ def main() -> None:
     # [3] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
     progress = Progress(
         worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
-        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+        data=task.checksum(), max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
     )  # fmt: skip
     state = distributed.from_rank_zero(state)
     resumed = state is not None

@@ -85,7 +85,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # [4] Continue an interrupted run: rank 0 has read the file, and the others get its content from rank 0.
     progress = Progress(
         worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
-        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+        data=task.checksum(), max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
     )  # fmt: skip
     _, state = run.load_on_all_ranks(worker)
     resumed = state is not None

@@ -57,9 +57,10 @@ def main() -> None:
         if args.save_every_steps:
             raise ValueError("--save-every-steps: with Ray Data an epoch that was cut short starts again")
         splits = ray_images.find(args.dataset, args.data_dir, args.image_size)
-        classes = splits["train"].classes if isinstance(splits, dict) else None
+        own = [splits["train"], splits["val"]] if isinstance(splits, dict) else None  # what --data-uri holds
+        known_by = {"classes": own and own[0].classes, "samples": own and [images.num_samples for images in own]}
         run = storage.RayRun.named(
-            args.storage_path, args.run_name, options_of(args, "image_size", "augment") | {"classes": classes},
+            args.storage_path, args.run_name, options_of(args, "image_size", "augment") | known_by,
             local_mode=args.num_workers == 0, may_differ=["augment"],
         )  # fmt: skip
         run.open_or_resume(args.resume, driver)

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import Annotated
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
 
 from shared.distributed import Worker
 from shared.running.options import Options
@@ -41,8 +50,15 @@ class Precision(Section):
     enabled: bool | None = None
 
 
+def check_lr(lr: float) -> float:
+    """Return `lr`. Raises ValueError for one that overflows in the optimizer, which computes in float32."""
+    if lr > 1e37:
+        raise ValueError("overflows in float32")
+    return lr
+
+
 class AdamParams(Section):
-    lr: PositiveFloat | None = None
+    lr: Annotated[PositiveFloat, AfterValidator(check_lr)] | None = None
     betas: Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)] | None = None
     eps: NonNegativeFloat | None = None
     weight_decay: NonNegativeFloat | None = None

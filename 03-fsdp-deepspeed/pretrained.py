@@ -5,13 +5,14 @@ A base is a folder as `save_pretrained` and `hf download` leave it: config.json,
 
 import json
 import os
+import re
 import shutil
 import socket
 import tempfile
 import warnings
 import zlib
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ from torch.distributed.tensor import distribute_tensor
 from shared.distributed import Worker, fail_together, from_rank_zero, global_sum, retry
 from shared.errors import StorageError, UsageError
 from shared.on_ray.storage import RayRun
+from shared.running.runs import CONTENTS
 from shared.sharded import file_checksums
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # a base is a folder: nothing is asked of the hub
@@ -42,7 +44,10 @@ from transformers import (
     PreTrainedTokenizerBase,
     logging,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.utils import is_sentencepiece_available
 
 logging.set_verbosity_error()
 warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")  # peft uses it
@@ -54,6 +59,10 @@ ALL_LINEAR = "all-linear"
 TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
     "chat_template*", "additional_chat_templates",
+)  # fmt: skip
+NO_CHANGE = (  # keys of a base's JSON files that change nothing of what is trained
+    "transformers_version", "_name_or_path", "name_or_path", "dtype", "torch_dtype", "tokenizer_file", "backend",
+    "is_local", "chat_template", "auto_map",
 )  # fmt: skip
 EXPORT_AGAIN = "What was trained is saved, except in local mode: continue with --resume and another --export"
 
@@ -76,7 +85,9 @@ def read_config(folder: str | Path) -> PretrainedConfig:
         adapter = " It holds an adapter: export with --merge instead." * (folder / "adapter_config.json").is_file()
         raise ValueError(f"--base {folder} has no config.json, so it is not a Hugging Face model.{adapter}")
     try:
-        own_code = "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        native = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(values.get("model_type"))  # it is taken, also with an auto_map
+        own_code = "auto_map" in values and native not in (values.get("architectures") or [native or ""])
         config = None if own_code else AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # wrong values raise many kinds, some of them Hugging Face's own
         raise ValueError(f"{folder / 'config.json'} cannot be used: {first_line(error)}") from error
@@ -88,11 +99,13 @@ def read_config(folder: str | Path) -> PretrainedConfig:
         raise ValueError(f"--base {folder} is quantized; give its float32 or bfloat16 version")
     decoder = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     architectures = config.architectures or [decoder or config.model_type]
+    architectures = architectures if isinstance(architectures, list) else [architectures]
     # A model that fills in masks is a decoder too only if its configuration says so.
     is_encoder = config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(config, "is_decoder", False)
-    if [decoder] != architectures or config.is_encoder_decoder or is_encoder:
-        kind = architectures[0] if isinstance(architectures, list) else architectures
-        raise ValueError(f"--base {folder} holds {kind}, which is not a decoder that writes text (CausalLM)")
+    if decoder not in architectures or config.is_encoder_decoder or is_encoder:
+        raise ValueError(
+            f"--base {folder} holds {architectures[0]}, which is not a decoder that writes text (CausalLM)"
+        )
     return config
 
 
@@ -106,14 +119,20 @@ def read_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     folder = Path(folder)
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ValueError(f"--base {folder} has no tokenizer (tokenizer.json)")
+    whole = any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json"))
+    if not whole and not is_sentencepiece_available():
+        raise ValueError(
+            f"--base {folder} has a tokenizer.model and no tokenizer.json: transformers makes one of it with the "
+            "package sentencepiece (pip install sentencepiece, on every node)"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # the tokenizers package raises plain Exceptions
         raise ValueError(f"the tokenizer in {folder} cannot be read: {first_line(error)}") from error
 
 
-def weight_files(folder: Path) -> dict[str, tuple[list[int], torch.dtype]]:
-    """Return the tensors in the base's weight files: name -> (shape, dtype).
+def weight_files(folder: Path) -> dict[str, tuple[list[int], torch.dtype | None]]:
+    """Return the tensors in the base's weight files: name -> (shape, dtype, or None if it is no floating-point type).
 
     Raises ValueError if a file is missing or damaged, or if the weights are pickles, which can run code.
     """
@@ -144,31 +163,50 @@ def weight_files(folder: Path) -> dict[str, tuple[list[int], torch.dtype]]:
                 tensors |= {key: (each.get_shape(), DTYPES.get(each.get_dtype())) for key, each in slices.items()}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder / name} is damaged or cut off: {error}") from error
-    for key, (_, dtype) in tensors.items():
-        if dtype is None:
-            raise ValueError(
-                f"--base {folder}: {key} is quantized, or not a number; give a float32 or bfloat16 version"
-            )
     return tensors
 
 
-def check_tensors(model: PreTrainedModel, stored: dict[str, tuple[list[int], torch.dtype]], folder: str) -> None:
+def names_in_folder(model: PreTrainedModel, stored: Iterable[str]) -> dict[str, str]:
+    """Return the names of the tensors that the folder calls differently from the model: the model's -> the folder's.
+
+    transformers renames tensors while it loads them, and adds a missing prefix, such as `transformer.` of GPT-2.
+    """
+    rules, known, names = get_model_conversion_mapping(model), model.state_dict(), {}
+    renamings, converters = (
+        [rule for rule in rules if isinstance(rule, kind)] for kind in (WeightRenaming, WeightConverter)
+    )
+    for name in sorted(stored):
+        new_name, converter = rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if converter is None and new_name in known and new_name not in stored:
+            names[new_name] = name
+    return names
+
+
+def check_tensors(model: PreTrainedModel, stored: dict[str, tuple[list[int], torch.dtype | None]], folder: str) -> None:
     """Raise ValueError unless the folder's tensors, from `weight_files`, are the model's, by name and shape.
 
-    transformers renames or merges the tensors of some architectures while it loads them. Their shards cannot be read
-    as they are, so such a base is refused.
+    transformers merges the tensors of some architectures while it loads them. Their shards cannot be read as they are,
+    so such a base is refused.
     model: on the meta device, without adapters.
     """
     wanted = base_tensors(model)
     missing = sorted(wanted.keys() - stored.keys())
-    # A folder may also hold a tied head, or a buffer that the model computes itself.
-    known = model.state_dict().keys() | dict(model.named_buffers()).keys()
-    surplus = sorted(name for name in stored.keys() - wanted.keys() if name not in known)
+    # A folder may also hold a tied head, a buffer that the model computes itself, or one of an earlier version's.
+    known = {stored_name(model, name) for name in model.state_dict()} | dict(model.named_buffers()).keys()
+    others = {name for name in stored.keys() - wanted.keys() - known if not name.endswith(".attn.masked_bias")}
+    found = Namespace(missing_keys=set(), unexpected_keys=others)
+    model._adjust_missing_and_unexpected_keys(found)
+    surplus = sorted(found.unexpected_keys)
     kind = type(model).__name__
+    for key in [*surplus, *wanted.keys() & stored.keys()]:
+        if stored[key][1] is None:
+            raise ValueError(
+                f"--base {folder}: {key} is quantized, or not a number; give a float32 or bfloat16 version"
+            )
     if missing and surplus:
         raise ValueError(
-            f"--base {folder}: {kind} has {missing[0]}, the folder has {surplus[0]}. transformers renames or merges "
-            "tensors of this model while it loads them, which this script does not do"
+            f"--base {folder}: {kind} has {missing[0]}, the folder has {surplus[0]}. transformers merges tensors of "
+            "this model while it loads them, which this script does not do"
         )
     if missing or surplus:
         what = f"lacks {missing[0]} of {kind}" if missing else f"holds {surplus[0]}, which {kind} does not have"
@@ -186,7 +224,10 @@ def check_copies(model: nn.Module, folder: Path) -> None:
     """
     inner = decoder(model)
     names = {id(each): name for name, each in inner.named_parameters()}
-    copies = {name: names[id(each)] for name, each in inner.named_parameters(remove_duplicate=False)}
+    copies = {
+        stored_name(inner, name): stored_name(inner, names[id(each)])
+        for name, each in inner.named_parameters(remove_duplicate=False)
+    }
     files = {}
     for path in folder.glob("*.safetensors"):
         file = safe_open(path, "pt")
@@ -210,14 +251,45 @@ def checksum(folder: str | Path, log: Callable[[str], None] = lambda line: None)
     return "-".join(f"{crc:08x}" for _, crc in sorted(entries.values()))
 
 
+def contents(folder: str | Path) -> dict[str, str]:
+    """Return checksums of the base's configuration, tokenizer and chat template, which name it in checkpoints.
+
+    What changes nothing is left out: the order of keys, line ends, and where and with which versions a file was saved.
+    """
+    folder = Path(folder)
+    whole = (folder / "tokenizer.json").is_file()
+    names = ["tokenizer.json"] if whole else ["vocab.json", "merges.txt", "tokenizer.model"]
+    names += ["tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"]
+    parts = {
+        "base_config": meaning(folder / "config.json"),
+        "base_tokenizer": {name: meaning(folder / name) for name in names if (folder / name).is_file()},
+        "base_template": json.dumps(read_tokenizer(folder).chat_template).replace(r"\r\n", r"\n"),
+    }
+    return {name: f"{zlib.crc32(json.dumps(part, sort_keys=True).encode()):08x}" for name, part in parts.items()}
+
+
+def meaning(path: Path) -> object:
+    """Return what a small file says, without what changes nothing. Raises ValueError if it is damaged."""
+    content = path.read_bytes().replace(b"\r\n", b"\n")
+    if path.suffix != ".json":
+        return zlib.crc32(content)
+    try:
+        return json.loads(content, object_pairs_hook=lambda pairs: {k: v for k, v in pairs if k not in NO_CHANGE})
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
 def check_same_base(args: Namespace, run: RayRun, worker: Worker) -> None:
-    """Raise ValueError, on a node whose base has other weights than the driver's. One process per node reads them.
+    """Raise ValueError, on a node whose base is not the driver's. One process per node reads it.
 
     Waits for a folder that is mounted late, and raises OSError if it does not come.
     """
     retry(lambda: read_config(args.base), run.patience_s)
-    if worker.local_rank == 0 and run.options["base"] != f"with weights {checksum(args.base, worker.log)}":
-        raise ValueError(f"node {socket.gethostname()} has other weights in --base {args.base} than the driver")
+    if worker.local_rank == 0:
+        here = {"base": f"with weights {checksum(args.base, worker.log)}", **contents(args.base)}
+        for name in here:
+            if run.options.get(name, here[name]) != here[name]:
+                raise ValueError(f"node {socket.gethostname()} has {CONTENTS[name]} {args.base} than the driver")
 
 
 # --- Building, in this order: build, fully_shard, to_empty, fill ----------------------------------------------------
@@ -231,17 +303,19 @@ def build(args: Namespace, dtype: torch.dtype) -> nn.Module:
     """
     config, stored = read_config(args.base), weight_files(Path(args.base))
     config.output_hidden_states = config.output_attentions = False  # memory, and `generate` would fail
-    in_bf16 = all(kind == torch.bfloat16 for _, kind in stored.values())
-    frozen_bf16 = args.lora_rank > 0 and args.precision == "bf16" and in_bf16
     with torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16 if frozen_bf16 else dtype, trust_remote_code=False
-            )
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
         except Exception as error:  # wrong values in config.json raise many kinds
             raise ValueError(f"{args.base}/config.json cannot be used: {first_line(error)}") from error
-        model.generation_config = GenerationConfig()  # not the base's: `generate` is told all that it needs
+        names = names_in_folder(model, stored)
+        model.names_in_folder = names
         check_tensors(model, stored, args.base)
+        in_bf16 = all(stored[name][1] == torch.bfloat16 for name in base_tensors(model))
+        if args.lora_rank > 0 and args.precision == "bf16" and in_bf16:
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=False)
+            model.names_in_folder = names
+        model.generation_config = GenerationConfig()  # not the base's: `generate` is told all that it needs
         if not any(blocks(model)):
             raise ValueError(f"--base {args.base}: {type(model).__name__} does not say which of its layers are blocks")
         if args.activation_checkpointing:
@@ -286,9 +360,26 @@ def decoder(model: nn.Module) -> PreTrainedModel:
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the decoder's blocks, which are gathered one at a time."""
-    kinds = set(decoder(model)._no_split_modules)
-    return (module for module in model.modules() if type(module).__name__ in kinds)
+    """Yield the decoder's blocks, which are gathered one at a time. What is inside a block is not one more."""
+    kinds, inside = set(decoder(model)._no_split_modules), set()
+    for module in model.modules():
+        if type(module).__name__ in kinds and module not in inside:
+            inside.update(module.modules())
+            yield module
+
+
+def without_adapters(model: nn.Module) -> list[str]:
+    """Return the ends of the names of matrices that LoRA leaves frozen, because they are not in linear layers.
+
+    The experts of some models are: all of a block in one tensor of three dimensions.
+    """
+    found = [
+        f"{path}.{name}"
+        for path, module in decoder(model).named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() > 2 and not isinstance(module, nn.modules.conv._ConvNd)
+    ]
+    return sorted({re.split(r"\.\d+\.", name)[-1] for name in found})
 
 
 def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -296,7 +387,13 @@ def base_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     inner = decoder(model)
     stored = inner.state_dict().keys()
     tensors = dict(inner.named_parameters()) | {name: each for name, each in inner.named_buffers() if name in stored}
-    return {name.replace(".base_layer.", "."): each for name, each in tensors.items() if ".lora_" not in name}
+    names = {name: name.replace(".base_layer.", ".") for name in tensors if ".lora_" not in name}
+    return {stored_name(inner, plain): tensors[name] for name, plain in names.items()}
+
+
+def stored_name(decoder: PreTrainedModel, name: str) -> str:
+    """Return the name of a tensor in the folder of the base. `build` has noted those that differ."""
+    return getattr(decoder, "names_in_folder", {}).get(name, name)
 
 
 @torch.no_grad()
@@ -449,6 +546,9 @@ def write_model(
                 next(folder.glob("*.safetensors")).rename(folder / WEIGHTS)
             write_scalars(folder, {name: each for name, each in tensors.items() if each.dim() == 0})
             copy_files(base, folder, "config.json", "generation_config.json", *TOKENIZER_FILES)
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            if config.pop("auto_map", None):  # the class is in transformers, and the code is not copied
+                (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
             if missing := missing_ends(base, ends):
                 path = folder / "generation_config.json"
                 settings = json.loads(path.read_text()) if path.is_file() else {}
@@ -530,7 +630,7 @@ def merge(model: peft.PeftModel, stored: dict) -> tuple[float, float]:
     sums, total = [], 0  # of each module: weights left as they were, squares of the errors and of the update
     for name, module in decoder(model).named_modules():
         if isinstance(module, LoraLayer):
-            weight, (_, dtype) = module.get_base_layer().weight, stored[f"{name}.weight"]
+            weight, (_, dtype) = module.get_base_layer().weight, stored[stored_name(decoder(model), f"{name}.weight")]
             precise = torch.promote_types(weight.dtype, torch.float32)
             update = module.get_delta_weight("default").to(precise).redistribute(placements=weight.placements)
             merged = weight.to(precise) + update

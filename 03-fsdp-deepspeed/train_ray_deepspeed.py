@@ -86,7 +86,7 @@ def train(args: Namespace, run: storage.RayRun, settings: dict, worker: distribu
     distributed.join_alone(worker.device)  # in local mode
     progress = Progress(
         worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
-        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+        data=task.checksum(), max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
     )  # fmt: skip
     with run.fetch_on_all_ranks(worker) as (folder, state):
         # Convert it for a different number of ranks. In stage 0 nothing is sharded, and all ranks read the same file.

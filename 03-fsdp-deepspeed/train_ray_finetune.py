@@ -16,8 +16,10 @@ up the learning rate. [4] restores random numbers too, for dropout. `train_epoch
 answer tokens, and clips. [5] validates inside an epoch too, and shows answers. [6] exports.
 """
 
+import zlib
 from argparse import Namespace
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from ray.train.torch import prepare_data_loader
@@ -70,7 +72,7 @@ def main() -> None:
             raise ValueError(f"--accumulate {args.accumulate} does not divide the {local_batch_size} rows of a rank")
         pretrained.check_export(args)
         run = storage.RayRun.named(
-            args.storage_path, args.run_name, options_of(args, *MAY_DIFFER) | pairs.check(args, driver),
+            args.storage_path, args.run_name, options_of(args, *MAY_DIFFER) | known_by(args, driver),
             local_mode=args.num_workers == 0, may_differ=MAY_DIFFER,
         )  # fmt: skip
         run.open_or_resume(args.resume, driver)
@@ -84,6 +86,20 @@ def main() -> None:
     if driver.rank == 0:
         write_metrics(args.metrics_out, metrics)
         driver.log(f"done: {run.folder if args.num_workers else 'local mode stores no checkpoints'}")
+
+
+def known_by(args: Namespace, driver: distributed.Worker) -> dict:
+    """Check base and rows, and return what a resumed run must share of them: checksums and the adapters' options.
+
+    Of the rows of --data-file, the numbers of those that were chosen for validation are part of it.
+    """
+    checked = pairs.check(args, driver)
+    if args.val_file:
+        validation = Path(args.val_file).read_bytes().replace(b"\r\n", b"\n")
+    else:
+        rows = [row for _, row in pairs.read_rows(args.data_file)]
+        validation = str([number for number, _ in pairs.split(list(enumerate(rows)))[1]]).encode()
+    return checked | pretrained.contents(args.base) | {"validation_rows": f"{zlib.crc32(validation):08x}"}
 
 
 def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> list[dict]:
@@ -101,6 +117,8 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     distributed.join_alone(worker.device)  # in local mode
     with distributed.fail_together():
         model = task.build_model()
+    if worker.rank == 0 and args.lora_rank and (frozen := pretrained.without_adapters(model)):
+        worker.log(f"note: no adapters for {', '.join(frozen)}: not linear layers, so they stay frozen")
     shard(model, args, worker)
     model.to_empty(device=worker.device)
     pretrained.fill(model, args.base, args.seed)
@@ -221,7 +239,7 @@ def evaluate(model: nn.Module, batches: Iterable, task: pairs.PairTask) -> dict:
 def save(run: storage.RayRun, worker, model, optimizer, scheduler, warmup, progress, metrics: dict) -> None:
     """Report the metrics and the state that training changes. Every rank writes its slices of it.
 
-    Frozen weights are in the base, and the run's options hold the base's checksum.
+    Frozen weights are in the base, and the run's options hold the base's checksums.
     """
     state = {
         "scheduler": scheduler.state_dict(),

@@ -87,7 +87,7 @@ def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> l
     # [4] Continue an interrupted run: every rank reads its slices, even if other ranks wrote them.
     progress = Progress(
         worker, len(task.splits.train), run.options, batch_size=args.batch_size, epochs=args.epochs,
-        max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
+        data=task.checksum(), max_steps=args.max_steps, stop_every=[args.save_every_steps], quiet=args.quiet,
     )  # fmt: skip
     with run.fetch_on_all_ranks(worker) as (folder, state):
         if state is not None:

@@ -50,6 +50,19 @@ def save_llama(folder: Path, tokenizer: object) -> Path:
     return save_base(folder / "llama", config, tokenizer)
 
 
+def as_on_the_hub(folder: Path) -> Path:
+    """Give a GPT-2 the names that it has on the Hub: without a prefix, and with the masks of an early version."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    weights = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    for block in {name.split(".")[1] for name in weights if name.startswith("h.")}:
+        weights[f"h.{block}.attn.bias"] = torch.ones(1, 1, 128, 128, dtype=torch.bool).tril()
+        weights[f"h.{block}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
 def write_rows(folder: Path) -> tuple[Path, Path]:
     """A file of 50 pairs whose answers have one to nine words, and one of 10 for validation."""
     draw = random.Random(3)

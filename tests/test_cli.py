@@ -114,6 +114,8 @@ def test_positive_numbers():
         options.positive_int("0")
     with pytest.raises(argparse.ArgumentTypeError, match="'nan' is not a number above 0"):
         options.positive_float("nan")
+    with pytest.raises(argparse.ArgumentTypeError, match="'1e39' is not a number above 0, between 1e-37 and 1e37"):
+        options.positive_float("1e39")
 
 
 def test_options_are_frozen():

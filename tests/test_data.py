@@ -460,6 +460,20 @@ def test_the_checksum_of_a_text_tells_apart_files_that_differ_only_at_their_end(
     assert checksums[0] != checksums[1]
 
 
+def test_the_checksum_of_images_is_that_of_their_labels_and_their_number():
+    """The pixels are floats, which CPUs may compute differently in the last digit."""
+
+    def checksum(labels: list[int], pixel: float, dataset: object = None) -> int:
+        part = dataset or TensorDataset(torch.full((len(labels), 1, 2, 2), pixel), torch.tensor(labels))
+        splits = datasets.Splits(part, part, part, ("a", "b"))
+        return tasks.ImageTask(Namespace(precision="fp32"), splits, torch.device("cpu")).checksum()
+
+    first = checksum([0, 1, 0], 0.5)
+    assert first == checksum([0, 1, 0], 0.50001) != 0
+    assert len({first, checksum([0, 0, 1], 0.5), checksum([0, 1, 0, 1], 0.5)}) == 3
+    assert checksum([], 0, range(3)) != checksum([], 0, range(4))  # a data set of your own, without tensors
+
+
 # --- Parquet for Ray Data --------------------------------------------------------------------------------------------
 
 

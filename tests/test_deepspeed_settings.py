@@ -172,6 +172,7 @@ def test_a_batch_that_does_not_divide_is_refused_as_in_every_script(tmp_path):
     ('{\n"wall_clock_breakdown": False,\n"steps_per_print": 10}', "wall_clock_breakdown: Input should be a valid bool"),
     ('{"optimizer": {"params": {"lr": "1e-5"}}}', 'optimizer.params.lr: Input should be a valid number, not "1e-5"'),
     ('{"optimizer": {"params": {"betas": ["0.9", 0.99]}}}', "optimizer.params.betas.0: Input should be a valid number"),
+    ('{"optimizer": {"params": {"lr": 1e39}}}', "optimizer.params.lr: Value error, overflows in float32, not 1e+39"),
     ('{"optimizer": {"params": {"lr": -1}}}', "optimizer.params.lr: Input should be greater than 0, not -1"),
     ('{"gradient_clipping": "1.0"}', "gradient_clipping: Input should be a valid number"),
     ('{"gradient_accumulation_steps": true}', "gradient_accumulation_steps: Input should be a valid integer"),

@@ -14,6 +14,7 @@ from finetune import (
     FINETUNE,
     HEADS,
     SMALL,
+    as_on_the_hub,
     assert_answers_as_measured,
     assert_is_as_its_base,
     last_metrics,
@@ -696,7 +697,71 @@ def test_the_default_base_and_rows(exported, capsys):
     assert capsys.readouterr().out == ""
 
 
-# --- Killed -------------------------------------------------------------------------------------------------------
+# --- Killed, and resumed with something else ----------------------------------------------------------------------
+
+
+def edit(name: str, **values: object):
+    """A change of values in one of a base's JSON files."""
+
+    def change(folder: Path) -> None:
+        (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | values))
+
+    return change
+
+
+def change_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{# another #}" + (folder / "chat_template.jinja").read_text())
+
+
+CHANGES = (
+    ("rope", edit("config.json", rope_parameters={"rope_theta": 2e4, "rope_type": "default"}),
+     "a different config.json in --base"),
+    ("tokenizer", edit("tokenizer_config.json", pad_token="<|user|>"), "a different tokenizer in --base"),
+    ("template", change_template, "a different chat template in --base"),
+)  # fmt: skip
+
+
+def test_what_is_no_change_of_a_base_leaves_its_checksums(base, tokenizer, tmp_path):
+    """Another folder, versions, paths, the order of keys, Windows line ends, a template in tokenizer_config.json."""
+    import pretrained
+
+    folder = damaged(base, tmp_path / "other")
+    edit("config.json", transformers_version="4.1.0", _name_or_path="me/base", torch_dtype="float16")(folder)
+    for path in folder.glob("*.json"):
+        values = json.loads(path.read_text())
+        text = json.dumps(dict(reversed(values.items())), indent=4)
+        path.write_bytes(text.replace("\n", "\r\n").encode("utf-8"))
+    assert pretrained.contents(folder) == pretrained.contents(base)
+    template = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").unlink()
+    edit("tokenizer_config.json", chat_template=template.replace("\n", "\r\n"))(folder)
+    assert pretrained.contents(folder) == pretrained.contents(base)
+    (folder / "special_tokens_map.json").write_text("{")
+    with pytest.raises(ValueError, match=r"special_tokens_map\.json is damaged: Expecting property name"):
+        pretrained.contents(folder)
+
+
+def test_other_rows_for_validation_are_known(rows, base, monkeypatch, tmp_path):
+    """The same file, divided in another way, as by an earlier version of `split`."""
+    import train_ray_finetune
+
+    import pairs
+
+    def known_by(**values: object) -> dict:
+        monkeypatch.setattr(pairs, "check", lambda args, driver: {})
+        args = Options(**{"base": str(base), "data_file": str(rows[0]), "val_file": None, **values})
+        return train_ray_finetune.known_by(args, None)
+
+    before = known_by()
+    shutil.copy(rows[0], tmp_path / "copy.jsonl")
+    assert known_by(data_file=str(tmp_path / "copy.jsonl")) == before
+    changed = {"validation_rows": known_by(val_file=str(rows[1]))["validation_rows"]}
+    assert before | changed == known_by(val_file=str(rows[1])) != before
+    windows = tmp_path / "windows.jsonl"
+    windows.write_bytes(rows[1].read_bytes().replace(b"\n", b"\r\n"))
+    assert known_by(val_file=str(windows)) == before | changed
+    monkeypatch.setattr(pairs, "split", lambda rows: (rows[5:], rows[:5]))
+    assert known_by()["validation_rows"] != before["validation_rows"]
 
 
 def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
@@ -724,8 +789,14 @@ def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
     (other / "model.safetensors").write_bytes(weights)
     again = [*options, "--storage-path", tmp_path, "--run-name", "run", "--resume"]
     error = refused_here(FINETUNE, *again, "--base", other)
-    assert "is of --base with weights" in error and "but this run asks for --base with weights" in error
-    assert "is of --data-file with checksum" in refused_here(FINETUNE, *again, "--data-file", rows[1])
+    assert "was written with different weights in --base: resume with the old one, or begin a new run with" in error
+    for name, change, because in CHANGES:
+        folder = damaged(base, tmp_path / name)
+        change(folder)
+        assert f"was written with {because}: resume" in refused_here(FINETUNE, *again, "--base", folder)
+    assert "was written with a different --data-file: resume" in refused_here(FINETUNE, *again, "--data-file", rows[1])
+    error = refused_here(FINETUNE, *again, "--val-file", rows[0])
+    assert "was written with different validation rows: resume" in error
     assert "is of --lora-alpha 8.0, but" in refused_here(FINETUNE, *again, "--lora-alpha", 9)
     error = refused_here(FINETUNE, *again, "--lora-rank", 2)
     assert "is of --lora-rank 4, but this run asks for --lora-rank 2" in error
@@ -802,21 +873,33 @@ def with_a_head(base: Path, folder: Path) -> Path:
     return folder
 
 
-def of_another_kind(folder: Path, tokenizer, kind: str) -> Path:
-    """A base whose tensors transformers renames or merges."""
-    from transformers import GPTNeoXConfig, MixtralConfig
+def mixtral(folder: Path, tokenizer) -> Path:
+    """A base whose tensors transformers merges."""
+    from transformers import MixtralConfig
 
-    sizes = {name: value for name, value in SMALL.items() if name != "vocab_size"}
-    config = {
-        "neox": lambda: GPTNeoXConfig(vocab_size=1024, **sizes, num_attention_heads=4),
-        "mixtral": lambda: MixtralConfig(**SMALL, **HEADS, num_local_experts=2),
-    }[kind]()
-    return save_base(folder, config, tokenizer)
+    return save_base(folder, MixtralConfig(**SMALL, **HEADS, num_local_experts=2), tokenizer)
+
+
+def with_sentencepiece(base: Path, folder: Path) -> Path:
+    """A base with Llama 2's own tokenizer file alone."""
+    (damaged(base, folder, "tokenizer.json") / "tokenizer.model").write_bytes(b"")
+    return folder
+
+
+def with_tensor(base: Path, folder: Path, name: str, value: torch.Tensor) -> Path:
+    """A base with one tensor more, or with another one."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(damaged(base, folder) / "model.safetensors") | {name: value}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 SYSTEM = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system turns') }}{% endif %}{% endfor %}"
 )
+
+OWN_CODE = {"AutoConfig": "configuration.Mine", "AutoModelForCausalLM": "model.Mine"}
 
 BASES = {
     "no folder": (lambda base, folder, _: folder, "is not a folder, and every node needs it. Download a model of the"),
@@ -826,8 +909,24 @@ BASES = {
     "a pickle": (lambda base, folder, _: with_pickle(base, folder), "holds only pytorch_model.bin, a pickle"),
     "no weights": (lambda base, folder, _: damaged(base, folder, "*.safetensors"), "holds no weights"),
     "own code": (
-        lambda base, folder, _: damaged(base, folder, auto_map={"AutoModelForCausalLM": "model.Mine"}),
+        lambda base, folder, _: damaged(base, folder, auto_map=OWN_CODE, architectures=["Mine"]),
         "brings its own Python code (auto_map in config.json), which is never run here",
+    ),
+    "own code of an unknown kind": (
+        lambda base, folder, _: damaged(base, folder, auto_map=OWN_CODE, model_type="mine", architectures=None),
+        "brings its own Python code (auto_map in config.json), which is never run here",
+    ),
+    "half a tokenizer": (
+        lambda base, folder, _: with_sentencepiece(base, folder),
+        "has a tokenizer.model and no tokenizer.json: transformers makes one of it with the package sentencepiece",
+    ),
+    "a tensor in eight bits": (
+        lambda base, folder, _: with_tensor(base, folder, "model.norm.weight", torch.ones(32, dtype=torch.int8)),
+        "model.norm.weight is quantized, or not a number",
+    ),
+    "a tensor too many": (
+        lambda base, folder, _: with_tensor(base, folder, "model.norm.bias", torch.ones(32)),
+        "holds model.norm.bias, which LlamaForCausalLM does not have",
     ),
     "an encoder": (
         lambda base, folder, _: damaged(base, folder, architectures=["BertForMaskedLM"], model_type="bert"),
@@ -862,8 +961,7 @@ BASES = {
         lambda base, folder, _: with_a_head(base, folder),
         "config.json says that lm_head.weight is model.embed_tokens.weight, but the stored two differ",
     ),
-    "GPT-NeoX": (lambda base, folder, tokenizer: of_another_kind(folder, tokenizer, "neox"), "transformers renames or"),
-    "Mixtral": (lambda base, folder, tokenizer: of_another_kind(folder, tokenizer, "mixtral"), "transformers renames"),
+    "Mixtral": (lambda base, folder, tokenizer: mixtral(folder, tokenizer), "transformers merges tensors of this"),
     "no end of a turn": (
         lambda base, folder, _: with_template(base, folder, "{% for m in messages %}{{ loop.length }}{% endfor %}"),
         "train.jsonl, line 1: ",
@@ -872,12 +970,73 @@ BASES = {
 
 
 @pytest.mark.parametrize("name", BASES)
-def test_a_base_is_refused_in_one_line(name, base, rows, tokenizer, tmp_path):
+def test_a_base_is_refused_in_one_line(name, base, rows, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr("pretrained.is_sentencepiece_available", lambda: False)  # whether sentencepiece is installed
     make, because = BASES[name]
     folder = make(base, tmp_path / "base", tokenizer)
     options = ["--base", folder, "--data-file", rows[0], "--storage-path", tmp_path / "runs"]
     assert because in refused_here(FINETUNE, *options)
     assert not (tmp_path / "runs").exists()
+
+
+NATIVE = {
+    "two names": lambda base, folder, _: damaged(base, folder, architectures=["Mine", "LlamaForCausalLM"]),
+    "code of a native class": lambda base, folder, _: damaged(base, folder, auto_map=OWN_CODE),
+    "frequencies of an early Llama": lambda base, folder, _: with_tensor(
+        base, folder, "model.layers.0.self_attn.rotary_emb.inv_freq", torch.ones(4)
+    ),
+    "the Hub's own GPT-2": lambda base, folder, tokenizer: hub_gpt2(folder, tokenizer),
+}  # fmt: skip
+
+
+def hub_gpt2(folder: Path, tokenizer) -> Path:
+    from transformers import GPT2Config
+
+    config = GPT2Config(vocab_size=1024, n_embd=32, n_layer=2, n_head=4, n_positions=128)
+    return as_on_the_hub(save_base(folder, config, tokenizer))
+
+
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_base_that_transformers_reads_is_read(name, base, tokenizer, one_rank, tmp_path):
+    """No code of the folder is run, and every weight is the one that `from_pretrained` reads."""
+    from torch.distributed.fsdp import fully_shard
+    from transformers import AutoModelForCausalLM
+
+    import pretrained
+
+    folder = NATIVE[name](base, tmp_path / "base", tokenizer)
+    args = Options(base=str(folder), lora_rank=0, precision="fp32", activation_checkpointing=False)
+    model = pretrained.build(args, torch.float32)
+    pretrained.check_copies(model, folder)
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    pretrained.fill(model, str(folder), seed=0)
+    expected = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False).state_dict()
+    found = {key: value.full_tensor() for key, value in model.state_dict().items()}
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
+
+
+def test_an_export_does_not_ask_for_code_of_its_base(base, rows, tmp_path):
+    """The class is in transformers, and the code is not copied."""
+    folder = damaged(base, tmp_path / "base", auto_map=OWN_CODE)
+    launch(1, {"tuned": tune(folder, rows, tmp_path / "tuned")})
+    assert_is_as_its_base(tmp_path / "tuned", base)
+
+
+def test_a_run_says_which_experts_get_no_adapters(tokenizer, tmp_path):
+    """gpt-oss: all experts of a block are one tensor."""
+    from transformers import GptOssConfig
+
+    import pretrained
+
+    experts = {"num_local_experts": 2, "num_experts_per_tok": 1, "max_position_embeddings": 128}
+    folder = save_base(tmp_path / "base", GptOssConfig(**SMALL, **HEADS, **experts), tokenizer)
+    args = Options(base=str(folder), lora_rank=2, precision="fp32", activation_checkpointing=False, lora_alpha=4.0,
+        lora_dropout=0.0, lora_targets=[pretrained.ALL_LINEAR])  # fmt: skip
+    assert pretrained.without_adapters(pretrained.build(args, torch.float32)) == [
+        "mlp.experts.down_proj",
+        "mlp.experts.gate_up_proj",
+    ]
 
 
 PAIR = '{"prompt": "a", "completion": "b"}'
@@ -969,7 +1128,10 @@ def test_a_node_with_other_weights_is_refused(base):
     pretrained.check_same_base(args, run, Worker())
     run = Options(options={"base": "with weights 0"}, patience_s=0)
     pretrained.check_same_base(args, run, Worker(rank=1, local_rank=1))  # its node's first process has done it
-    with pytest.raises(ValueError, match="has other weights in --base"):
+    with pytest.raises(ValueError, match=r"has different weights in --base .* than the driver"):
+        pretrained.check_same_base(args, run, Worker())
+    run = Options(options={**weights, "base_config": "0"}, patience_s=0)
+    with pytest.raises(ValueError, match=r"has a different config\.json in --base"):
         pretrained.check_same_base(args, run, Worker())
 
 
@@ -1003,6 +1165,9 @@ def test_options_are_refused(base, rows, tmp_path):
         (["--lora-rank", 2, "--lora-targets", "lm_head"], "for an adapter is called lm_head"),  # it is the embedding
         (["--accumulate", 3], "--accumulate 3 does not divide the 32 rows of a rank"),
         (["--export", "/proc/new"], "cannot write"),
+        (["--lr", "1e39"], "'1e39' is not a number above 0, between 1e-37 and 1e37"),
+        (["--lr", "1e38"], "'1e38' is not a number above 0"),  # Adam overflows: it divides it by 0.1 at first
+        (["--lr", "1e-50"], "'1e-50' is not a number above 0"),
         (["--dataset", "digits"], "invalid choice: 'digits'"),
         (["--model", "gpt"], "invalid choice: 'gpt'"),
         (["--precision", "fp16"], "invalid choice: 'fp16'"),

@@ -454,6 +454,7 @@ WRONG = [
     (HYPER, "batch_size: 64 ", "batch_size: many ", ["training.batch_size = 'many': should be a valid integer"]),
     (HYPER, "batch_size: 64 ", "batch_size: yes ", ["training.batch_size = True: should be a number"]),
     (HYPER, "dropout: 0.3", "dropout: 1.5", ["model.dropout = 1.5: should be less than 1"]),
+    (HYPER, "lr: 0.003", "lr: 1.0e+39", ["training.lr = 1e+39: overflows in the optimizer, which computes in float32"]),
     (HYPER, "lr: 0.003", "lr: -1", ["training.lr = -1: should be greater than 0"]),
     (HYPER, "kind: rnn ", "kind: bert ", ["model.kind = 'bert': should be 'rnn', 'cnn' or 'mlp'"]),
     (

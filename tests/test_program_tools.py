@@ -45,7 +45,7 @@ def run(tmp_path, monkeypatch) -> Path:
     (logs := tmp_path / "logs/run").mkdir(parents=True)
     for rank in (0, 1):
         (logs / f"gpu-1-rank-{rank}.jsonl").write_text(log_line(rank, world_size=2))
-    for step in (1, 2):
+    for step in (1, 2, "best"):  # the last is a copy that a user keeps
         (tmp_path / f"runs/run/checkpoint-{step}").mkdir(parents=True)
     return logs
 

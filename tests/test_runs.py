@@ -34,8 +34,8 @@ def changed(args, **values):
     return options.Options(**(vars(args) | values))
 
 
-def new_progress(num_samples: int, seed: int = 0, max_steps: int | None = None) -> Progress:
-    return Progress(Worker(), num_samples, {"seed": seed}, batch_size=4, epochs=5, max_steps=max_steps)
+def new_progress(num_samples: int, seed: int = 0, **more: int | None) -> Progress:
+    return Progress(Worker(), num_samples, {"seed": seed}, batch_size=4, epochs=5, **more)
 
 
 def named(args) -> RestartableRun:
@@ -290,6 +290,19 @@ def test_what_a_resumed_run_must_share_is_named(saved, now, message):
 
 def test_a_value_that_an_older_checkpoint_does_not_have_may_be_missing():
     runs.Run("", {"dataset": "digits", "classes": None}).check_options("PATH", {"dataset": "digits"}, Worker())
+    known = dict.fromkeys(runs.CONTENTS, "now")
+    runs.Run("", {"dataset": "digits", **known}).check_options("PATH", {"dataset": "digits"}, Worker())
+
+
+@pytest.mark.parametrize("name", runs.CONTENTS)
+def test_what_a_run_has_read_must_be_the_same(name):
+    run = runs.Run("", {"dataset": "digits", **dict.fromkeys(runs.CONTENTS, "now")})
+    with pytest.raises(ValueError) as caught:
+        run.check_options("PATH", {"dataset": "digits", name: "before"}, Worker())
+    assert str(caught.value) == (
+        f"PATH was written with {runs.CONTENTS[name]}: resume with the old one, or begin a new run with a different "
+        "--run-name"
+    )
 
 
 @pytest.mark.parametrize("progress", [{"epoch": 1}, None, {"options": {"model": "gpt"}}])
@@ -368,7 +381,7 @@ def test_a_progress_continues_from_what_was_saved():
     other.load_state_dict(progress.state_dict())
     assert other.state_dict() == progress.state_dict() and other.step == 1
     assert set(progress.state_dict()) == {
-        "step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options", "num_samples",
+        "step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options", "num_samples", "data",
     }  # fmt: skip
 
 
@@ -386,6 +399,18 @@ def test_in_the_middle_of_an_epoch_a_progress_does_not_continue_with_different_d
     old = progress.state_dict()
     del old["num_samples"]  # a checkpoint of an earlier version
     new_progress(12).load_state_dict(old)
+
+
+def test_a_progress_does_not_continue_with_data_that_have_changed():
+    saved = new_progress(10, data=1).state_dict()
+    new_progress(10, data=1).load_state_dict(saved)
+    with pytest.raises(UsageError, match=r"^the data have changed since the run was started: resume with the old"):
+        new_progress(10, data=2).load_state_dict(saved)
+    python = Progress(Worker(), 10, {"dataset": "text", "text_file": None}, batch_size=4, epochs=5, data=2)
+    with pytest.raises(UsageError, match=r"\(without --text-file, the same release of Python\), or begin a new run"):
+        python.load_state_dict({**saved, "options": {}})
+    del saved["data"]  # a checkpoint of an earlier version
+    new_progress(10, data=2).load_state_dict(saved)
 
 
 def test_a_seed_changed_between_two_epochs_is_the_one_of_the_next_epoch():

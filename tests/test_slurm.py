@@ -181,7 +181,10 @@ def test_a_job_that_is_not_requeued_runs_to_its_end(file, restarts, refuses, req
 @each_file
 def test_a_job_continues_if_it_has_saved_something(file, started, tmp_path):
     assert "--resume" not in started(file)
-    (tmp_path / f"{values(directives(file), SBATCH)['job-name']}-8421/checkpoint-00000020").mkdir(parents=True)
+    run = tmp_path / f"{values(directives(file), SBATCH)['job-name']}-8421"
+    (run / "checkpoint-best").mkdir(parents=True)  # a copy that a user keeps
+    assert "--resume" not in started(file)
+    (run / "checkpoint-00000020").mkdir()
     assert "--resume" in started(file, SLURM_RESTART_COUNT="1")
     assert "--resume" not in started(file, SLURM_JOB_NAME="lr[0.1] *")  # whose name is no pattern
     (tmp_path / "lr[0.1] *-8421/checkpoint-00000020").mkdir(parents=True)

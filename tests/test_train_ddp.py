@@ -155,6 +155,22 @@ def test_damaged_and_foreign_checkpoints(small_mnist, tmp_path):
     assert "nothing to resume: no readable checkpoint" in refused_here(Run.script, *here, "--resume")
 
 
+def test_a_text_that_has_grown_is_refused_and_nothing_is_overwritten(tmp_path):
+    text, copy = tmp_path / "text.txt", tmp_path / "copy.txt"
+    text.write_bytes(bytes(range(256)) * 100)
+    copy.write_bytes(text.read_bytes())
+    options = ("--dataset", "text", "--batch-size", 4, "--run-name", "run")
+    train(0, tmp_path, *options, "--max-steps", 1, "--text-file", text)
+    with text.open("ab") as file:
+        file.write(b"one more line")
+    before = {path: path.read_bytes() for path in tmp_path.glob("run/checkpoint-*")}
+    error = refused(0, tmp_path, *options, "--max-steps", 2, "--text-file", text, "--resume")
+    assert "the data have changed since the run was started: resume with the old ones, or begin a new run" in error
+    assert {path: path.read_bytes() for path in tmp_path.glob("run/checkpoint-*")} == before != {}
+    metrics = train(0, tmp_path, *options, "--max-steps", 2, "--text-file", copy, "--resume")
+    assert len(metrics[-1]["step_losses"]) == 2
+
+
 def test_help_is_the_manual(tmp_path):
     run = Fork(0, tmp_path, "--help", trains=False)
     assert run.finish() == 0, run.text

@@ -3,11 +3,13 @@
 import shutil
 import signal
 import time
+from itertools import product
 from pathlib import Path
 
 import psutil
 import pyarrow.parquet
 import pytest
+from PIL import Image
 from runs import (
     ROOT,
     Fork,
@@ -22,6 +24,8 @@ from runs import (
     train,
 )
 from small_runs import UNEVEN
+
+from shared import checkpoint
 
 SCRIPT = ROOT / "02-ddp-pytorch-ray/train_ray_ddp.py"
 WITH_RAY_DATA = ROOT / "02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py"
@@ -146,6 +150,35 @@ def test_ray_data_in_local_mode(on_cluster, options, tmp_path):
     metrics = train(0, tmp_path, *options, "--num-workers", 0, script=WITH_RAY_DATA)
     assert [line["samples_seen"] for line in metrics] == [176] * 2
     assert metrics[-1]["train_loss"] < metrics[0]["train_loss"]
+
+
+def test_images_of_your_own_that_have_become_more_are_refused(tmp_path):
+    """Found on the driver, with a checkpoint as the script writes it."""
+    for part, label in product(("train", "val"), ("cat", "dog")):
+        (tmp_path / part / label).mkdir(parents=True)
+        Image.new("L", (8, 8)).save(tmp_path / part / label / "1.png")
+    saved = {"model": "mlp", "dataset": str(tmp_path), "text_file": None, "precision": "fp32", "batch_size": 64,
+        "lr": 1e-3, "lr_step_size": 2, "seed": 0, "image_size": None, "augment": False, "classes": ("cat", "dog"),
+        "samples": [2, 2]}  # fmt: skip
+    path = tmp_path / "runs/run/checkpoint-00000002-0a1b2c3d"
+    path.mkdir(parents=True)
+    checkpoint.save_safely({"progress": {"step": 2, "options": saved}}, path / "state.pt")
+    again = (
+        "--data-uri",
+        tmp_path,
+        "--model",
+        "mlp",
+        "--storage-path",
+        tmp_path / "runs",
+        "--run-name",
+        "run",
+        "--resume",
+    )
+    Image.new("L", (8, 8)).save(tmp_path / "val/dog/2.png")
+    error = refused_here(WITH_RAY_DATA, *again)
+    assert (
+        f"{path} was written with a different number of training or validation samples in --data-uri: resume" in error
+    )
 
 
 def test_a_damaged_page_ends_the_run_and_names_its_file(on_cluster, tmp_path):

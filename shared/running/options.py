@@ -75,7 +75,8 @@ def checked(convert: Callable, is_valid: Callable[[object], bool], meaning: str)
 
 
 positive_int = checked(int, lambda value: value > 0, "a whole number above 0")
-positive_float = checked(float, lambda value: 0 < value < float("inf"), "a number above 0")
+# In float32 Adam divides the learning rate by 0.1 in the first step. That overflows above 3e37.
+positive_float = checked(float, lambda value: 1e-37 <= value <= 1e37, "a number above 0, between 1e-37 and 1e37")
 seed = checked(int, lambda value: 0 <= value <= 2**62, "a whole number between 0 and 2**62")  # an epoch is added to it
 run_name = checked(
     str, lambda name: re.fullmatch(r"[^./#?%][^/#?%]*", name) is not None,

@@ -34,15 +34,16 @@ class Progress:
     saved = ("step", "epoch", "position", "seconds", "loss_sum", "step_losses", "metrics", "options")
 
     def __init__(
-        self, worker: Worker, num_samples: int, options: dict, *, batch_size: int, epochs: int,
+        self, worker: Worker, num_samples: int, options: dict, *, batch_size: int, epochs: int, data: int = 0,
         max_steps: int | None = None, stop_every: Sequence[int | None] = (), quiet: bool = False,
     ) -> None:  # fmt: skip
         """Start at the first step of epoch 0.
 
-        num_samples: per epoch, over all ranks. batch_size: over all ranks. max_steps: in all. stop_every: numbers of
-        steps, or None; an epoch is interrupted after each multiple of one of them. quiet: print no progress lines.
+        num_samples: per epoch, over all ranks. batch_size: over all ranks. data: the data's checksum. max_steps: in
+        all. stop_every: numbers of steps, or None; an epoch is interrupted after each multiple of one of them. quiet:
+        print no progress lines.
         """
-        self.worker, self.num_samples, self.options = worker, num_samples, options
+        self.worker, self.num_samples, self.options, self.data = worker, num_samples, options, data
         self.batch_size, self.epochs, self.max_steps, self.quiet = batch_size, epochs, max_steps, quiet
         self.stop_every = [steps for steps in stop_every if steps is not None]
         self.step, self.epoch, self.metrics = 0, 0, []
@@ -50,19 +51,27 @@ class Progress:
 
     def state_dict(self) -> dict:
         """Return what a checkpoint holds, as plain data."""
-        return {"num_samples": self.num_samples} | {name: getattr(self, name) for name in self.saved}
+        return {"num_samples": self.num_samples, "data": self.data} | {name: getattr(self, name) for name in self.saved}
 
     def load_state_dict(self, state: dict) -> None:
         """Continue from what `state_dict` returned.
 
-        Raises UsageError if that is in the middle of an epoch over different data or in a different order.
+        Raises UsageError if that is of different data, or in the middle of an epoch of a different length or order.
         """
-        before = state.get("num_samples", self.num_samples)  # earlier versions did not save it
+        # Earlier versions did not save these two.
+        before, data = state.get("num_samples", self.num_samples), state.get("data", self.data)
         seed, now = state["options"].get("seed"), self.options.get("seed")
         if state["position"] > 0 and seed != now:
             raise UsageError(f"the epoch began with --seed {seed}; --seed {now} deals its samples in a different order")
         if state["position"] > 0 and before != self.num_samples:
             raise UsageError(f"the epoch began with {before} training samples, but now there are {self.num_samples}")
+        if data != self.data:
+            is_python = self.options.get("dataset") == "text" and not self.options.get("text_file")
+            source = " (without --text-file, the same release of Python)" * is_python
+            raise UsageError(
+                f"the data have changed since the run was started: resume with the old ones{source}, or begin a new "
+                "run with a different --run-name"
+            )
         vars(self).update({name: state[name] for name in self.saved})
         if now is not None:  # a program may keep it elsewhere
             self.options = {**self.options, "seed": now}

@@ -28,6 +28,16 @@ from shared.running import lease
 SEARCH = "experiment_state"  # the prefix of Ray Tune's own files
 # A run's own checkpoints: files, and on Ray folders. A copy that a user keeps beside them, as checkpoint-best, is not.
 CHECKPOINT = re.compile(r"checkpoint-\d{8}(\.pt|-[0-9a-f]+)")
+# What a run has read, known by its content, and how a message calls a change. Older checkpoints lack some of these.
+CONTENTS = {
+    "samples": "a different number of training or validation samples in --data-uri",
+    "base": "different weights in --base",
+    "base_config": "a different config.json in --base",
+    "base_tokenizer": "a different tokenizer in --base",
+    "base_template": "a different chat template in --base",
+    "data_file": "a different --data-file",
+    "validation_rows": "different validation rows",
+}
 MAY_DIFFER = ("text_file", "precision", "batch_size", "lr", "lr_step_size", "seed")
 
 
@@ -147,7 +157,13 @@ class Run:
         """
         now = self.options
         changed = [name for name in now | saved if saved.get(name) != now.get(name)]
+        changed = [name for name in changed if name in saved or name not in CONTENTS]  # older: nothing to compare
         for name in changed:
+            if name in CONTENTS and name in now:
+                raise ValueError(
+                    f"{path} was written with {CONTENTS[name]}: resume with the old one, or begin a new run with a "
+                    "different --run-name"
+                )
             if name not in self.may_differ:
                 if name not in saved or name not in now:
                     raise ValueError(f"{path} was not written by this training script")

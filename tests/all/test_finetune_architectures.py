@@ -8,6 +8,7 @@ import torch
 from finetune import (
     HEADS,
     SMALL,
+    as_on_the_hub,
     assert_answers_as_measured,
     assert_is_as_its_base,
     last_metrics,
@@ -26,11 +27,20 @@ pytestmark = pytest.mark.usefixtures("no_ray")
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory) -> dict[str, Path]:
-    """A Llama, Qwen2 in bfloat16 and several files, Gemma 3, GPT-2 without a chat template, and Apertus.
+    """A Llama, Qwen2 in bfloat16 and several files, Gemma 3, GPT-2 without a chat template, and others.
 
-    Apertus has tensors without dimensions.
+    Apertus has tensors without dimensions. transformers renames tensors of GPT-NeoX and of the Hub's own GPT-2. Mamba
+    has blocks inside blocks.
     """
-    from transformers import ApertusConfig, AutoTokenizer, Gemma3TextConfig, GPT2Config, Qwen2Config
+    from transformers import (
+        ApertusConfig,
+        AutoTokenizer,
+        Gemma3TextConfig,
+        GPT2Config,
+        GPTNeoXConfig,
+        MambaConfig,
+        Qwen2Config,
+    )
 
     folder, tokenizer = tmp_path_factory.mktemp("bases"), make_tokenizer()
     qwen = Qwen2Config(**SMALL, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=128)
@@ -40,12 +50,19 @@ def bases(tmp_path_factory) -> dict[str, Path]:
     save_base(folder / "qwen2", qwen, tokenizer, torch.bfloat16, max_shard_size="40KB")
     plain = AutoTokenizer.from_pretrained(folder / "qwen2")
     plain.chat_template = None
+    neox = GPTNeoXConfig(**SMALL, num_attention_heads=4, max_position_embeddings=128)
+    mamba = MambaConfig(vocab_size=1024, hidden_size=32, num_hidden_layers=2, state_size=4)
+    hub = save_base(folder / "hub", GPT2Config(**gpt2.to_diff_dict()), plain)
+    as_on_the_hub(hub)
     return {
         "llama": save_llama(folder, tokenizer),
         "qwen2": folder / "qwen2",
         "gemma3": save_base(folder / "gemma3", gemma, tokenizer),
         "gpt2": save_base(folder / "gpt2", gpt2, plain),
         "apertus": save_base(folder / "apertus", apertus, tokenizer),
+        "neox": save_base(folder / "neox", neox, tokenizer),
+        "mamba": save_base(folder / "mamba", mamba, tokenizer),
+        "hub": hub,
     }
 
 
@@ -61,19 +78,30 @@ def exported(bases, rows, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     commands = {name: tune(base, rows, folder / name) for name, base in bases.items()}
     merged = ["--lora-rank", 4, "--merge", "--precision", "bf16", "--lr", 1e-3]
     commands["merged bf16"] = tune(bases["qwen2"], rows, folder / "merged bf16", *merged)
+    commands["merged hub"] = tune(bases["hub"], rows, folder / "merged hub", "--lora-rank", 4, "--merge")
     commands["zero3"] = [ZERO_3, bases["llama"], rows[0], folder / "zero3.json", 1e-2]
     return folder, launch(2, commands)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2", "apertus"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2", "apertus", "neox", "mamba", "hub", "merged hub"])
 def test_an_export_answers_as_the_run_has_measured(name, exported, rows):
     """(Llama and an adapter: test_finetune.py.) A bfloat16 export rounds the float32 weights that the run measured."""
     assert_answers_as_measured(exported[0] / name, rows[1], tolerance=2e-2 if name == "qwen2" else 1e-5)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2", "apertus"])
+@pytest.mark.parametrize("name", ["qwen2", "gemma3", "gpt2", "apertus", "neox", "mamba"])
 def test_an_export_is_as_its_base(name, exported, bases):
     assert_is_as_its_base(exported[0] / name, bases[name], torch.bfloat16 if name == "qwen2" else torch.float32)
+
+
+@pytest.mark.parametrize("name", ["hub", "merged hub"])
+def test_an_export_has_the_names_of_its_base_and_not_its_masks(name, exported, bases):
+    import pretrained
+
+    found = pretrained.weight_files(exported[0] / name)
+    stored = pretrained.weight_files(bases["hub"])
+    assert found == {key: kind for key, kind in stored.items() if not key.endswith((".attn.bias", ".masked_bias"))}
+    assert "wte.weight" in found and len(stored) == len(found) + 4
 
 
 def test_merging_into_bfloat16_says_what_rounding_swallows(exported, bases):

@@ -109,7 +109,7 @@ def run_lines(storage: Path, run: str | None, curves: str | None) -> list[str]:
             lines.append(f"curves   {curves}")
         except OSError as error:
             lines.append(f"curves   not written: {error.strerror}: {curves}")
-    if checkpoints := by_time((storage / "runs" / run).glob("checkpoint-*")):
+    if checkpoints := by_time((storage / "runs" / run).glob("checkpoint-[0-9]*")):  # not a copy such as checkpoint-best
         changed, newest = checkpoints[-1]
         age = time.time() - changed
         lines.append(f"stored   {len(checkpoints)} checkpoints, the newest {newest.name}, {age:.0f} s ago")

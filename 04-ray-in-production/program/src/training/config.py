@@ -290,6 +290,8 @@ def contradictions(config: Config) -> Iterator[str]:
         )
     if config.tuning.lr.lowest >= config.tuning.lr.highest:
         yield f"tuning.lr: lowest = {config.tuning.lr.lowest} is not below highest = {config.tuning.lr.highest}"
+    if training.lr > 1e37 and training.precision != "fp64":
+        yield f"training.lr = {training.lr}: overflows in the optimizer, which computes in float32"
     gpus = (config.cluster.resources_per_worker or {}).get("GPU", 0)
     if gpus and config.cluster.use_gpu is False:
         yield f"cluster.use_gpu = false and cluster.resources_per_worker.GPU = {gpus:g}: they contradict each other"
