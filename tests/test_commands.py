@@ -230,7 +230,9 @@ def module_of(script: Path) -> object:
         return importlib.import_module(f"training.{script.stem}")
     spec = importlib.util.spec_from_file_location(script.stem, script)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(script.parent)  # as `python SCRIPT` does
+        spec.loader.exec_module(module)
     return module
 
 
