@@ -116,12 +116,13 @@ class Nodes:
         self.alive.append(self.cluster.add_node(**self.options))
         return self.alive[-1].node_id
 
-    def announce_loss(self, node_id: str, notice_s: float) -> None:
-        """Tell Ray that a cloud takes this node back in so many seconds, as `ray drain-node` does."""
+    def announce_loss(self, node_id: str, notice_s: float) -> float:
+        """Tell Ray that a cloud takes this node back in so many seconds, as `ray drain-node` does; return the time."""
         reason, deadline_ms = DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, int(1000 * (time.time() + notice_s))
         gcs = ray._raylet.GcsClient(address=self.cluster.address)
         accepted, why = gcs.drain_node(node_id, reason, "the cloud takes it back", deadline_ms)
         assert accepted, why
+        return deadline_ms / 1000
 
     def stop(self) -> None:
         """End the cluster with every process in it."""
@@ -155,21 +156,18 @@ class Fit:
 def split_costs(log: RunLog, failed_at: float) -> dict[str, float]:
     """Return the seconds of detection, restart and replay after a failure at that time, and the steps replayed.
 
-    Detection ends when the controller knows, restart when the new ranks can train, and replay when the step that the
-    run had reached is done again. A run that repeats nothing has a replay of 0 s.
+    Detection ends when the controller knows, and takes no time if it knew before. Restart ends when the new ranks can
+    train, and replay when the step that the run had reached is done again. Without replayed steps it takes no time.
     """
     steps = log.read("steps")
     reached = max((line["step"] for line in steps if line["time"] <= failed_at), default=0)
-    detected = first_after(log.read("detected"), failed_at)["time"]
-    resumed = first_after([line for line in log.read("resumes") if line["rank"] == 0], detected)
+    resumed = next(line for line in log.read("resumes") if line["rank"] == 0 and line["time"] > failed_at)
+    detected = [line["time"] for line in log.read("detected") if failed_at < line["time"] < resumed["time"]]
+    known_at = min(detected, default=failed_at)
     again = [line for line in steps if line["time"] > resumed["time"] and line["step"] <= reached]
     replay_s = max((line["time"] for line in again), default=resumed["time"]) - resumed["time"]
-    seconds = (detected - failed_at, resumed["time"] - detected, replay_s)
+    seconds = (known_at - failed_at, resumed["time"] - known_at, replay_s)
     return dict(zip(PARTS, seconds, strict=True)) | {"steps": len({line["step"] for line in again})}
-
-
-def first_after(lines: Sequence[dict], moment: float) -> dict:
-    return next(line for line in lines if line["time"] > moment)
 
 
 def draw_costs(log: RunLog, failures: Mapping[str, float]) -> None:
