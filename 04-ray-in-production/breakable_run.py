@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -182,9 +182,8 @@ def draw_costs(log: RunLog, failures: Mapping[str, float]) -> None:
             axes.axvspan(begin, begin + costs[part], color=color, alpha=0.3, label=f"{part} {costs[part]:.1f} s")
             begin += costs[part]
         resumed = [line for line in log.read("resumes") if line["rank"] == 0]  # at the step of the checkpoint
-        near = [line for line in steps + resumed if -3 < line["time"] - failed_at < longest + 3]
-        near.sort(key=lambda line: line["time"])
-        times, numbers = [line["time"] - failed_at for line in near], [line["step"] - reached for line in near]
+        lines = sorted(steps + resumed, key=lambda line: line["time"])
+        times, numbers = [line["time"] - failed_at for line in lines], [line["step"] - reached for line in lines]
         axes.step(times, numbers, where="post", color=plots.COLORS[0], linewidth=2)
         axes.set_title(what, loc="left", fontsize=12)
         axes.set(yticks=range(-8, 7, 4), xlabel="seconds since the failure", xlim=(-3, longest + 3), ylim=(-22, 6))
