@@ -70,14 +70,16 @@ def fork(function, *arguments) -> int:
 
 
 def wait_for_the_first_end(folder: Path, attempt: int, ranks: list[int]) -> bool:
-    """Wait until all steps are done (True) or a rank has ended (False). Its process stays, as a zombie."""
+    """Wait until all steps are done (True) or a rank has ended (False), and remove that one from `ranks`."""
     deadline, seen = time.monotonic() + PATIENCE_S, 0
     while time.monotonic() < deadline:
         lines = read(folder)
-        if sum(line["what"] == "done" and line["attempt"] == attempt for line in lines) == len(ranks):
+        if sum(line["what"] == "done" and line["attempt"] == attempt for line in lines) == 2:
             return True
-        if any(os.waitid(os.P_PID, rank, os.WEXITED | os.WNOHANG | os.WNOWAIT) for rank in ranks):
-            return False
+        for rank in ranks:
+            if os.waitpid(rank, os.WNOHANG)[0]:
+                ranks.remove(rank)
+                return False
         if len(lines) > seen:
             deadline, seen = time.monotonic() + PATIENCE_S, len(lines)
         time.sleep(0.01)
