@@ -55,7 +55,6 @@ from checks.chapter_3_finetuning import (  # noqa: F401
 from checks.chapter_4 import (  # noqa: F401
     exercise_4_1a,
     exercise_4_1b,
-    exercise_4_1c,
     exercise_4_2a,
     exercise_4_2b,
     exercise_4_2c,

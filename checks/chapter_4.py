@@ -1,35 +1,79 @@
 """The exercise checks of chapter 4: Ray in production."""
 
+import json
 import math
 import random
+import tempfile
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
-from checks.machinery import Wrong, exercise, expect_close
+from checks.machinery import Wrong, exercise, expect_close, expect_success, probe, run_command
 
 # --- Lesson 4.1: failures --------------------------------------------------------------------------------------------
 
 
-@exercise("4.1a", "what counts is what has arrived, not what was reported.")
-def exercise_4_1a(goes_on_after: Callable[[list[tuple[int, float, float]], float], int]) -> None:
-    """goes_on_after([(step, reported at, seconds to upload), ...], crash) -> the newest step that has arrived."""
-    queue = [(10, 1.0, 2.0), (20, 1.5, 2.0), (30, 2.0, 2.0), (40, 9.0, 0.5)]  # arrive at 3, 5, 7 and 9.5
-    for saves, crash, expected, why in (
-        ([(10, 3.0, 0.5), (20, 6.0, 0.5)], 6.25, 10, "the upload of 20 is done at 6.5, after the crash"),
-        ([(10, 3.0, 0.5), (20, 6.0, 0.5)], 8.0, 20, "both have arrived by then"),
-        ([(10, 3.0, 0.5), (20, 6.0, 0.5)], 6.5, 20, "what arrives in the moment of the crash has arrived"),
-        ([(10, 3.0, 0.5), (20, 6.0, 0.5)], 3.25, 0, "nothing has arrived yet"),
-        (queue, 4.5, 10, "the upload of 20 waits for that of 10, begins at 3 and is done at 5"),
-        (queue, 6.5, 20, "one thread uploads: 10 is done at 3, 20 at 5, 30 at 7"),
-        (queue, 9.75, 40, "the thread was free at 7, and 40 was reported at 9: done at 9.5"),
-        ([], 5.0, 0, "nothing was ever saved"),
-    ):
-        seen = goes_on_after(list(saves), crash)
-        if seen is None:
-            raise Wrong(f"return a step, and 0 where nothing has arrived; yours returns None for a crash at {crash}")
-        if seen != expected:
+FAILURES = ((34, "killed"), (64, "hangs"), (93, "killed"))  # solve 4.1a before you read on
+NUM_STEPS, SAVE_STEPS, MOST_LOST_STEPS, LONGEST_TIMEOUT_S = 100, 5, 65, 4
+
+
+@exercise("4.1a", "the run came through all of its failures, at an acceptable price.")
+def exercise_4_1a(choose: Callable[[], tuple[int, float]]) -> str:
+    """choose() -> (steps between two saves, timeout in seconds) for two ranks that fail at hidden steps."""
+    choice = choose()
+    try:
+        save_every, timeout_s = choice
+        whole = save_every == int(save_every) and 1 <= save_every <= NUM_STEPS
+        timeout_s = float(timeout_s)
+    except (TypeError, ValueError):
+        raise Wrong(f"return a number of steps and a number of seconds; yours is {choice!r}") from None
+    if not whole:
+        raise Wrong(f"between two saves lie 1 to {NUM_STEPS} whole steps; you say {save_every}")
+    if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
+        raise Wrong(f"the timeout is above 0 and at most {LONGEST_TIMEOUT_S} s; you say {timeout_s:g}")
+    (lines,) = hidden_failures((int(save_every), timeout_s))
+    return judge_failures(lines, int(save_every), timeout_s)
+
+
+def hidden_failures(*choices: tuple[int, float]) -> list[list[dict]]:
+    """Run two ranks through the hidden failures with each choice, side by side. Return the lines of each run's log."""
+    with tempfile.TemporaryDirectory() as folder:
+        folders = [Path(folder, str(number)) for number in range(len(choices))]
+        settings = []
+        for each, (save_every, timeout_s) in zip(folders, choices, strict=True):
+            each.mkdir()
+            settings.append(f"{each},{save_every},{timeout_s}")
+        words = [str(probe("hidden_failures")), str(NUM_STEPS), json.dumps(FAILURES), *settings]
+        expect_success(*run_command(words))
+        return [list(map(json.loads, (each / "log.jsonl").read_text().splitlines())) for each in folders]
+
+
+def judge_failures(lines: list[dict], save_every: int, timeout_s: float) -> str:
+    """Raise Wrong for a false alarm or too many lost steps; return what was counted, in words."""
+    noticed = []
+    for attempt in range(1, max(line["attempt"] for line in lines) + 1):
+        happened = {line["what"]: line for line in lines if line["attempt"] == attempt}
+        failed = happened.get("killed") or happened.get("hangs")
+        if failed:
+            seconds = happened["over"]["time"] - failed["time"]
+            noticed.append(f"rank {failed['rank']} {failed['what']}, noticed after {seconds:.1f} s")
+        elif "gives up" in happened:
+            gave_up = happened["gives up"]
+            alarms = [line for line in lines if line["what"] == "gives up" and line["step"] == gave_up["step"]]
+            again = ". After the restart the same happened there again" if len(alarms) > 1 else ""
             raise Wrong(
-                f"with the saves {saves} and a crash at {crash} it is {expected}; you say {seen!r}. See: {why}."
+                f"a false alarm. In step {gave_up['step']} rank {gave_up['rank']} gave up after "
+                f"{gave_up['waited_s']:.2f} s, and nothing had failed: the other rank was still busy with what comes "
+                f"after step {gave_up['step'] - 1}{again}"
             )
+    first = [line for line in lines if line["what"] == "step" and line["rank"] == 0]
+    replayed = len(first) - len({line["step"] for line in first})
+    saves = sum(line["what"] == "saved" for line in lines)
+    lost = replayed + SAVE_STEPS * saves
+    counted = f"{replayed} steps were replayed, and {saves} saves took as long as {SAVE_STEPS * saves} steps"
+    if lost > MOST_LOST_STEPS:
+        less = "more" if replayed > SAVE_STEPS * saves else "less"
+        raise Wrong(f"{counted}: {lost} in all, at most {MOST_LOST_STEPS} are allowed. Would you save {less} often?")
+    return f"{'; '.join(noticed)}. {counted}."
 
 
 @exercise("4.1b", "even at the worst moment the checkpoint is done in time.")
@@ -68,51 +112,6 @@ def exercise_4_1b(ask_every: Callable[[float, float, float, float], int]) -> Non
         else:
             hint += f" In {left} s there is room for {expected} steps of {step_s} s; exactly in time counts."
         raise Wrong(f"{call} is {expected}; you say {seen}. {hint}")
-
-
-@exercise("4.1c", "cheap is what is done in time for the least money, not what costs least an hour.")
-def exercise_4_1c(cheapest: Callable[[dict[str, tuple], float, float], str | None]) -> None:
-    """cheapest({name: (price an hour, hours between failures, save_s, restart_s)}, work_h, deadline_h) -> a name."""
-    offers = {
-        "full price": (30.0, 200.0, 30, 300),  # takes 1.01 times as long
-        "spot": (10.0, 2.0, 30, 300),  # 1.14
-        "spot, crowded": (9.0, 0.5, 30, 1200),  # 2.35
-    }
-    no_trap = {"slow restarts": (10.0, 1.0, 30, 3600), "quick restarts": (14.0, 1.0, 30, 60)}  # 3.10, 1.16
-    for given, work_h, deadline_h, expected in (
-        (offers, 10, 100, "spot"),
-        (offers, 10, 11, "full price"),
-        (offers, 10, 10, None),
-        (no_trap, 5, 40, "quick restarts"),
-    ):
-        times = {name: relative_time(*offer[1:]) for name, offer in given.items()}
-        try:
-            seen = cheapest({name: tuple(offer) for name, offer in given.items()}, work_h, deadline_h)
-        except OverflowError as error:
-            raise Wrong(f"{error}: did you put hours and seconds together? The formula wants one unit") from None
-        if seen is not None and seen not in given:
-            raise Wrong(f"return the name of an offer, or None; yours is {seen!r}")
-        if seen != expected:
-            table = "; ".join(
-                f"{name}: {work_h * times[name]:.1f} h, bill {offer[0] * work_h * times[name]:.0f}"
-                for name, offer in given.items()
-            )
-            hint = " Are all times in seconds when you call young and relative_time?"
-            if seen is not None and work_h * times[seen] > deadline_h:
-                hint = f" {seen!r} is done after {work_h * times[seen]:.1f} h: failures, restarts and saving count."
-            elif seen is not None and expected is not None and given[seen][0] < given[expected][0]:
-                hint = f" {seen!r} costs less an hour, and takes more hours, its restarts among them."
-            raise Wrong(
-                f"{work_h} hours of work within {deadline_h} hours: expected {expected!r}, you say {seen!r}. "
-                f"By the formula: {table}.{hint}"
-            )
-
-
-def relative_time(mtbf_h: float, save_s: float, restart_s: float) -> float:
-    """How many times as long as undisturbed work it takes, saved by Young's interval (Daly 2006)."""
-    mtbf_s = 3600 * mtbf_h
-    interval = math.sqrt(2 * save_s * mtbf_s)
-    return mtbf_s / interval * math.exp(restart_s / mtbf_s) * math.expm1((interval + save_s) / mtbf_s)
 
 
 # --- Lesson 4.2: tuning ----------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import statistics
 from itertools import pairwise
 from pathlib import Path
@@ -11,41 +12,60 @@ from answers import judge, stub
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import checks
+from checks import chapter_4
+from checks.probes import hidden_failures as hidden
 
 # --- 4.1: failures ----------------------------------------------------------------------------------------------------
 
 
-def goes_on_after(saves, crash):
-    newest, free_at = 0, 0.0
-    for step, reported_at, upload_s in saves:
-        free_at = max(free_at, reported_at) + upload_s
-        if free_at <= crash:
-            newest = step
-    return newest
+CHOICES = {"right": (18, 3), "false alarm": (20, 1.15), "rare saves": (50, 3), "many saves": (5, 3)}
 
 
-def without_a_queue(saves, crash):
-    return max([step for step, reported_at, upload_s in saves if reported_at + upload_s <= crash], default=0)
+@pytest.fixture(scope="module")
+def logs_of_choices() -> dict[tuple, list[dict]]:
+    """What really happens with each choice; the check runs only one at a time."""
+    logs = chapter_4.hidden_failures(*CHOICES.values())
+    return dict(zip(CHOICES.values(), logs, strict=True))
 
 
-def never_idle(saves, crash):
-    newest, free_at = 0, 0.0
-    for step, reported_at, upload_s in saves:
-        free_at = (free_at or reported_at) + upload_s
-        if free_at <= crash:
-            newest = step
-    return newest
+@pytest.fixture
+def run_before(logs_of_choices, monkeypatch):
+    """Let the check find what the processes have done already."""
+    monkeypatch.setattr(chapter_4, "hidden_failures", lambda choice: [logs_of_choices[choice]])
+    return lambda answer: answer
 
 
-test_4_1a = judge(checks.exercise_4_1a, [goes_on_after], [
+test_4_1a = judge(checks.exercise_4_1a, [lambda: CHOICES["right"]], [
     (stub, "not done yet"),
-    (lambda saves, crash: max([s[0] for s in saves if s[1] <= crash], default=0), "done at 6.5, after the crash"),
-    (without_a_queue, "the upload of 20 waits for that of 10"),
-    (never_idle, "done at 6.5, after the crash"),
-    (lambda saves, crash: goes_on_after(saves, crash - 1e-9), "in the moment of the crash"),
-    (lambda saves, crash: goes_on_after(saves, crash) or None, "returns None"),
-    (lambda saves, crash: min(goes_on_after(saves, crash), 10), "both have arrived"),
-])  # fmt: skip
+    (lambda: CHOICES["false alarm"], re.compile("In step 41 rank 1 gave up after [0-9.]+ s, and nothing had failed")),
+    (lambda: CHOICES["rare saves"], "98 in all, at most 65 are allowed. Would you save more often"),
+    (lambda: CHOICES["many saves"], "108 in all, at most 65 are allowed. Would you save less often"),
+    (lambda: 18, "yours is 18"),
+    (lambda: (18.5, 3), "whole steps; you say 18.5"),
+    (lambda: (18, 1800), "at most 4 s; you say 1800"),
+], prepare="run_before")  # fmt: skip
+
+
+def test_4_1a_a_kill_is_noticed_without_the_timeout_and_a_hang_by_it(logs_of_choices):
+    lines = logs_of_choices[CHOICES["right"]]
+    gave_up = [line for line in lines if line["what"] == "gives up" and line["waited_s"] > 2.9]
+    assert [(line["rank"], line["step"]) for line in gave_up] == [(0, 64)]
+    assert [line["step"] for line in lines if line["what"] == "resumes" and line["rank"] == 0] == [0, 18, 54, 90]
+
+
+def test_4_1a_a_false_alarm_repeats_itself_where_evaluation_and_save_meet(logs_of_choices):
+    """With 18 steps between saves they do not meet, and the same timeout would do."""
+    lines = logs_of_choices[CHOICES["false alarm"]]
+    assert [line["step"] for line in lines if line["what"] == "gives up"][-2:] == [41, 41]
+    longest = max(line["waited_s"] for line in logs_of_choices[CHOICES["right"]] if line["what"] == "step")
+    assert longest >= hidden.EVALUATE_S  # how much longer depends on the machine
+
+
+def test_4_1a_the_quiet_run_holds_what_is_asked_for():
+    waited = [waited_s for _, waited_s in checks.recorded("quiet_run.json")["rank 1"]]
+    assert len(waited) == 60 and not any(0.02 < seconds < 0.2 for seconds in waited)
+    assert [step for step, seconds in enumerate(waited, start=1) if seconds > 0.2] == [16, 31, 41, 46]
+    assert round(hidden.SAVE_S / hidden.STEP_S) == chapter_4.SAVE_STEPS
 
 
 def ask_every(notice_s, poll_s, step_s, save_s):
@@ -62,30 +82,6 @@ test_4_1b = judge(checks.exercise_4_1b, [ask_every], [
     (lambda notice, poll, step, save: math.floor((notice - poll - save) / step), "not even one step"),
     (lambda notice, poll, step, save: max(0, math.ceil((notice - poll - save) / step) - 1), "exactly in time counts"),
     (lambda *given: None, "a number of steps"),
-])  # fmt: skip
-
-
-def cheapest(offers, work_h, deadline_h, late=False, restarts=True, hour=3600, best=min):
-    bills = {}
-    for name, (price, mtbf_h, save_s, restart_s) in offers.items():
-        mtbf_s = hour * mtbf_h
-        interval = math.sqrt(2 * save_s * mtbf_s)
-        times = mtbf_s / interval * math.expm1((interval + save_s) / mtbf_s)
-        times *= math.exp(restart_s / mtbf_s) if restarts else 1
-        if late or work_h * times <= deadline_h:
-            bills[name] = price * work_h * times
-    return best(bills, key=bills.get, default=None)
-
-
-test_4_1c = judge(checks.exercise_4_1c, [cheapest], [
-    (stub, "not done yet"),
-    (lambda offers, *hours: min(offers, key=offers.get), "costs less an hour, and takes more hours"),
-    (lambda *given: cheapest(*given, late=True), "failures, restarts and saving count"),
-    (lambda *given: cheapest(*given, restarts=False), "its restarts among them"),
-    (lambda *given: math.exp(300 * 3600), "hours and seconds together"),
-    (lambda *given: cheapest(*given, hour=60), "expected 'spot', you say 'full price'"),
-    (lambda *given: cheapest(*given, best=max), "expected 'spot', you say 'full price'"),
-    (lambda *given: 114.4, "the name of an offer"),
 ])  # fmt: skip
 
 
