@@ -63,10 +63,10 @@ from checks.chapter_4 import (  # noqa: F401
     exercise_4_3c,
     exercise_4_4a,
     exercise_4_4b,
-    exercise_4_4c,
     exercise_4_5a,
     exercise_4_5b,
     exercise_4_5c,
+    exercise_4_6a,
 )
 from checks.chapter_5 import exercise_5_1a, exercise_5_1b  # noqa: F401
 from checks.recordings import recorded  # noqa: F401

@@ -3,11 +3,24 @@
 import json
 import math
 import random
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from checks.machinery import Wrong, exercise, expect_close, expect_success, probe, run_command
+from checks.machinery import (
+    Wrong,
+    exercise,
+    expect_close,
+    expect_success,
+    probe,
+    refuse_stub,
+    reports_of_ranks,
+    run_command,
+)
+
+DATA = Path(__file__).with_name("data")
+RECORDED_HOOKS, HOOKS_TO_CHOOSE = DATA / "recorded_hooks.json", DATA / "hooks_to_choose.json"
 
 # --- Lesson 4.1: failures --------------------------------------------------------------------------------------------
 
@@ -354,119 +367,88 @@ def exercise_4_3c(rate: Callable[[list[tuple[float, float]]], float | None]) -> 
         expect_close(seen, expected, f"for the readings {readings} the growth a second", hint=f"See: {why}.")
 
 
-# --- Lesson 4.4: communication and input -----------------------------------------------------------------------------
+# --- Lesson 4.4: communication hooks ---------------------------------------------------------------------------------
 
 
-@exercise("4.4a", "what leaves a node depends on where the ring goes.")
-def exercise_4_4a(over_the_wire: Callable[[list[int], float], tuple[float, float]]) -> None:
-    """over_the_wire(the node of each rank, bytes) -> (busiest node in a flat ring, a node in the hierarchical sum)."""
-    for places, size, expected, why in (
-        ([0, 0, 1, 1], 4.0, (6.0, 4.0), "rank 1 sends to node 1, rank 3 back to node 0, the others stay at home"),
-        ([0, 1, 0, 1], 4.0, (12.0, 4.0), "every rank's successor is on the other node"),
-        ([0, 0, 1, 0, 1, 1], 6.0, (20.0, 6.0), "ranks 1 and 3 send away from node 0, ranks 2 and 5 from node 1"),
-        ([0, 0, 1, 2, 2, 1], 6.0, (20.0, 8.0), "node 1 sends twice: the last rank sends to the first"),
-        ([0, 1, 2, 3], 8.0, (12.0, 12.0), "with one rank a node both are the same ring"),
-        ([5] * 4, 8.0, (0.0, 0.0), "one node: nothing leaves it"),
-        ([3, 3, 7, 7], 4.0, (6.0, 4.0), "nodes may have any numbers"),
-    ):
-        call = f"over_the_wire({places}, {size})"
+def made_up_run(mbit: int, work_ms: Sequence[Sequence[float]], sent: int) -> dict:
+    """A run as timed_hooks.py writes it, whose ranks work this long in each step and then wait for `sent` bytes."""
+    transfer_ms = 8e-3 * sent / mbit
+    return {"mbit": mbit, "step_ms": [[ms + transfer_ms for ms in of_rank] for of_rank in work_ms], "sent": [sent] * 2}
+
+
+@exercise("4.4a", "your predictions agree with the bandwidths that were measured.")
+def exercise_4_4a(break_even: Callable[[dict, dict, bool, int], float]) -> None:
+    """break_even(run without a hook, run with it, whether it all-gathers, ranks) -> Mbit/s below which it pays."""
+    even = [[10.0] * 5] * 2
+    plain = made_up_run(1000, even, 2_000_000)
+    cheap = made_up_run(1000, [[30.0] * 5] * 2, 500_000)
+    outlier = made_up_run(1000, [[30.0, 30.0, 500.0, 30.0, 30.0]] * 2, 500_000)
+    slow_in_turn = made_up_run(1000, [[30.0, 12.0, 30.0, 12.0], [12.0, 30.0, 12.0, 30.0]], 500_000)
+    no_work, larger = made_up_run(1000, even, 500_000), made_up_run(1000, [[12.0] * 5] * 2, 3_000_000)
+    for what, hooked, gathers, ranks, expected, hint in (
+        ("a hook that adds 20 ms and saves 1.5 MB", cheap, False, 2, 600.0,
+         "Both times contain a transfer at 1,000 Mbit/s: 16 ms without the hook, 4 ms with it."),
+        ("a hook with one very slow step", outlier, False, 2, 600.0, "One of its five steps took half a second."),
+        ("a hook whose ranks are slow in turn", slow_in_turn, False, 2, 600.0,
+         "In each step one of the ranks works for 30 ms, and the other waits for it."),
+        ("the first hook on 4 ranks", cheap, False, 4, 900.0,
+         "For an all-reduce a rank sends 2(W-1)/W of the bytes: with 4 ranks 1.5 times what it sends with 2."),
+        ("the first hook on 4 ranks, if it all-gathers", cheap, True, 4, 600.0,
+         "In a ring all-gather a rank passes on the parts of all others: 3 parts with 4 ranks, 1 part with 2."),
+        ("the first hook on 8 ranks, if it all-gathers", cheap, True, 8, 0.0,
+         "With 8 ranks a rank passes on 7 parts of 0.5 MB, and the all-reduce without a hook sends 3.5 MB."),
+        ("a hook that adds no time", no_work, False, 2, math.inf, "It saves bytes and takes no time: math.inf."),
+        ("a hook that sends more", larger, False, 2, 0.0, "It saves nothing, so it pays at no bandwidth: 0."),
+    ):  # fmt: skip
         try:
-            flat, levels = map(float, over_the_wire(list(places), size))
-        except TypeError:
-            raise Wrong(f"{call} should be two numbers: flat, hierarchical") from None
-        if math.isclose(flat, expected[0], abs_tol=1e-9) and math.isclose(levels, expected[1], abs_tol=1e-9):
-            continue
-        world, nodes = len(places), len(set(places))
-        each = 2 * (world - 1) / world * size
-        crossing = sum(places[(rank + 1) % world] != places[rank] for rank in range(world))
-        hint = f"Each rank sends {each:g}; see: {why}."
-        if math.isclose(flat, expected[0], abs_tol=1e-9):
-            hint = f"The flat ring is right; between {nodes} nodes the sum is a ring of {nodes}, of all {size:g} bytes."
-        elif math.isclose(flat, crossing * each) and crossing * each != expected[0]:
-            hint += " Yours is that of all nodes together."
-        elif math.isclose(flat, each) and expected[0]:
-            hint += " Yours is what one rank sends."
-        raise Wrong(f"{call} is {expected}; you say {(flat, levels)}. {hint}")
-
-
-@exercise("4.4b", "large matrices shrink, small ones and vectors go whole.")
-def exercise_4_4b(powersgd_bytes: Callable[..., float]) -> None:
-    """powersgd_bytes(shapes, rank, min_rate) -> the bytes that a step hands to its all-reduces."""
-    for shapes, rank, min_rate, expected, why in (
-        ([(768, 64), (768,)], 1, 2, 6400, "768 + 64 numbers for the matrix, 768 for the vector, 4 bytes each"),
-        ([(512, 512)], 4, 2, 16384, "4 x (512 + 512) numbers"),
-        ([(64, 3, 3, 3)], 4, 2, 1456, "a matrix of 64 x 27: 4 x 91 numbers"),
-        ([(128, 64, 3, 3), (128,)], 4, 2, 11776, "a matrix of 128 x 576, and 128 numbers as they are"),
-        ([(10, 20)], 4, 2, 800, "4 x 30 x 2 is not below 200: it goes whole"),
-        ([(10, 20)], 4, 1, 480, "with a minimum rate of 1, 120 numbers are worth it"),
-        ([(6, 12)], 2, 2, 288, "2 x 18 x 2 is 72, not below 72: it goes whole"),
-        ([(2, 500)], 4, 0.9, 4016, "r is min(2, 500, 4) = 2, and 2 x 502 x 0.9 is below 1,000: 2 x 502 numbers"),
-        ([(1000,), (5,)], 8, 2, 4020, "vectors only"),
-        ([], 4, 2, 0, "nothing to send"),
-    ):
-        call = f"powersgd_bytes({shapes}, {rank}, {min_rate})"
-        seen = powersgd_bytes(list(shapes), rank, min_rate)
-        if not isinstance(seen, int | float) or isinstance(seen, bool):
-            raise Wrong(f"{call} should be a number of bytes, and is {seen!r}")
-        if seen == expected:
-            continue
-        hint = f"See: {why}."
-        if 4 * seen == expected:
-            hint += " These are the numbers; in float32 each has 4 bytes."
-        elif seen == 4 * sum(always(shape, rank) for shape in shapes):
-            hint += " You compress also what is not worth it."
-        raise Wrong(f"{call} is {expected:,}; you say {seen:,}. {hint}")
-    if powersgd_bytes([(10, 20)], 4) != 800:
-        raise Wrong("without the third argument the minimum rate is 2")
-
-
-def always(shape: Sequence[int], rank: int) -> int:
-    """The numbers that are sent if every matrix is compressed."""
-    n, m = shape[0], math.prod(shape[1:])
-    return min(n, m, rank) * (n + m) if len(shape) > 1 else n
-
-
-@exercise("4.4c", "below that bandwidth fewer bytes are worth the computing.")
-def exercise_4_4c(pays_below: Callable[[float, float, float, int], float]) -> None:
-    """pays_below(bytes before, bytes after, extra seconds, ranks) -> Mbit/s."""
-    for before, after, extra_s, ranks, expected in (
-        (3e6, 1e6, 0.016, 2, 1000.0),
-        (3e6, 1e6, 0.016, 4, 1500.0),
-        (2.5e6, 0.5e6, 0.004, 2, 4000.0),
-        (3e6, 1e6, 0.0, 2, math.inf),
-        (3e6, 1e6, -0.001, 2, math.inf),
-        (1e6, 1e6, 0.002, 2, 0.0),
-        (1e6, 2e6, 0.002, 2, 0.0),
-        (1e6, 2e6, 0.0, 2, 0.0),
-        (3e6, 1e6, 0.016, 1, 0.0),
-        (3e6, 1e6, 0.0, 1, 0.0),
-    ):
-        call = f"pays_below(before={before:g}, after={after:g}, extra_s={extra_s:g}, ranks={ranks})"
-        try:
-            seen = pays_below(before, after, extra_s, ranks)
+            seen = break_even(json.loads(json.dumps(plain)), json.loads(json.dumps(hooked)), gathers, ranks)
         except ZeroDivisionError:
-            raise Wrong(
-                f"{call} divides by zero: without extra seconds it pays always (math.inf), or never (0)"
-            ) from None
+            raise Wrong(f"for {what} on {ranks} ranks yours divides by zero. {hint}") from None
         if not isinstance(seen, int | float) or isinstance(seen, bool):
-            raise Wrong(f"{call} should be a number of Mbit/s, and is {seen!r}")
-        if math.isclose(seen, expected, rel_tol=1e-9, abs_tol=1e-9):
-            continue
-        saved = 2 * (ranks - 1) / ranks * (before - after)
-        hint = f"Each rank sends {saved / 1e6:g} MB less, for {extra_s:g} s of work."
-        if expected and math.isclose(8 * seen, expected):
-            hint += " A byte has 8 bits."
-        elif expected and math.isclose(seen, expected * 1e6):
-            hint += " A megabit is a million bits."
-        elif ranks == 1:
-            hint = "One rank alone sends nothing: there is nothing to save."
-        elif expected == 0:
-            hint = "It sends no less, so it never pays: 0."
-        elif expected == math.inf:
-            hint += " It costs nothing: it pays at any bandwidth."
-        elif math.isclose(seen, 8 * (before - after) / extra_s / 1e6):
-            hint += f" With {ranks} ranks a ring sends {2 * (ranks - 1) / ranks:g} times what is all-reduced."
-        raise Wrong(f"{call} is {expected:g}; you say {seen:g}. {hint}")
+            raise Wrong(f"for {what} return a number of Mbit/s; yours returns {seen!r}")
+        if not math.isclose(seen, expected, rel_tol=1e-6, abs_tol=1e-6):
+            raise Wrong(f"{what} pays below {expected:g} Mbit/s; you say {seen:g}. {hint}")
+    recorded = {(run["mbit"], run["hook"]): run for run in json.loads(RECORDED_HOOKS.read_text())["runs"]}
+    for hook in sorted({hook for _, hook in recorded} - {"float32"}):
+        below = break_even(recorded[10_000, "float32"], recorded[10_000, hook], hook.startswith("SVD"), 2)
+        for mbit in (1000, 100):
+            times = [statistics.median(map(max, *recorded[mbit, name]["step_ms"])) for name in ("float32", hook)]
+            if max(times) > 1.2 * min(times) and (mbit < below) != (times[1] < times[0]):
+                ends = "{:.0f} ms without it and {:.0f} ms with it".format(*times)
+                raise Wrong(f"{hook} should pay below {below:,.0f} Mbit/s, you say, but at {mbit:,} a step took {ends}")
+
+
+CHOSEN_4_4B = {
+    "a slow network": ("low rank", "At 100 Mbit/s the bytes of float32 take 200 ms."),
+    "a fast network": ("float32", "At 10,000 Mbit/s the bytes of float32 take 2 ms."),
+    "one slow rank": ("bf16", "With float32 one rank takes 10 ms and the other 24: how long is a step?"),
+    "the same, the other way round": ("bf16", "With float32 one rank takes 24 ms and the other 10."),
+    "two slow steps first": ("bf16", "Its steps take 900, 90, 10, 10, ... ms: which of them will the job see?"),
+    "a tie": (None, ""),
+}
+
+
+@exercise("4.4b", "all ranks register the same hook, the one with the shortest step.")
+def exercise_4_4b(script: str | Path) -> None:
+    """A file with choose(step, hooks, mbit) -> the name of one of the hooks, on two ranks."""
+    refuse_stub(script)
+    question = "Does every rank call `step` equally often, with the same hooks in the same order?"
+    reports = reports_of_ranks("choose_hook", 2, str(script), question=question)
+    for job, planned in json.loads(HOOKS_TO_CHOOSE.read_text()).items():
+        mbit, hooks = planned["mbit"], planned["hooks"]
+        seen, (expected, hint) = [report[job] for report in reports], CHOSEN_4_4B[job]
+        if different := next((each["different"] for each in seen if each["different"]), None):
+            raise Wrong(f"{job}: one rank calls step({different[0]!r}) while the other calls step({different[1]!r})")
+        names = [each["name"] for each in seen]
+        if wrong := [name for name in names if name not in hooks]:
+            raise Wrong(f"{job}: return one of {', '.join(map(repr, hooks))}; yours returns {wrong[0]!r}")
+        if names[0] != names[1]:
+            raise Wrong(
+                f"{job}, {mbit:,} Mbit/s: rank 0 chooses {names[0]!r} and rank 1 {names[1]!r}. Each rank knows its own "
+                "times: decide from numbers that all ranks have"
+            )
+        if expected and names[0] != expected:
+            raise Wrong(f"{job}, {mbit:,} Mbit/s: {expected!r} has the shortest step; you choose {names[0]!r}. {hint}")
 
 
 # --- Lesson 4.5: onto a cluster --------------------------------------------------------------------------------------
@@ -567,3 +549,46 @@ def exercise_4_5c(survives: Callable[[str, list[str]], bool]) -> None:
         seen = survives(path, list(mounts))
         if bool(seen) != expected or seen is None:
             raise Wrong(f"survives({path!r}, {mounts}) is {expected}, and yours says {seen!r}: {why}")
+
+
+# --- Lesson 4.6: write a hook ----------------------------------------------------------------------------------------
+
+MOST_SENT, MOST_LOSS = 0.05, 0.25  # a part of DDP's bytes; above DDP's loss
+ARRIVES = 0.5, 1.05  # of a gradient that stays the same
+
+
+@exercise("4.6a", "both ranks agree, the bytes are few, what is left out comes later, and it trains as well.")
+def exercise_4_6a(script: str | Path) -> str:
+    """A file with make_state() and hook(state, bucket), a communication hook that sends little and trains as well."""
+    refuse_stub(script)
+    question = "Does every rank call the same collectives, with tensors of the same length, in each step?"
+    reports = reports_of_ranks("hook_on_trial", 2, str(script), question=question)
+    plain, hooked = ([report[run] for report in reports] for run in ("float32", "hook"))
+    losses = [sum(rank[0]["losses"][-10:]) / 10 for rank in (plain, hooked)]
+    apart = max(rank["apart"] for rank in hooked)
+    if not apart == 0:
+        raise Wrong(
+            f"the weights of the two ranks differ by up to {apart:.1e} at the end. Every rank has to return the same "
+            "average. Does a rank put the numbers of the other one where that rank took them from, in the same order?"
+        )
+    sent = [max(rank["sent"] for rank in run) for run in (plain, hooked)]
+    shown = "bytes that this system does not count"
+    if sent[0]:
+        shown = f"{sent[1] / 1e3:,.0f} kB per step, {sent[1] / sent[0]:.1%} of DDP's {sent[0] / 1e3:,.0f}"
+    if sent[1] > MOST_SENT * sent[0]:
+        raise Wrong(f"a rank sends {shown}; at most {MOST_SENT:.0%} are allowed. What has how many bytes per number?")
+    arrives, (least, most) = hooked[0]["arrives"], ARRIVES
+    if not least <= arrives <= most:
+        question = "What becomes of what a rank does not send? Does each rank remember its own part, and find it again?"
+        if arrives > most:
+            question = f"The loss of training is {losses[1]:.3f}, and still: do you return the mean over the ranks?"
+        raise Wrong(
+            f"of a gradient that is the same in 40 steps, {arrives:.0%} of the mean over the ranks arrives per step; "
+            f"{least:.0%} to {most:.0%} are allowed. {question}"
+        )
+    if not losses[1] <= losses[0] + MOST_LOSS:
+        raise Wrong(
+            f"the loss of the last ten steps is {losses[1]:.3f}, and {losses[0]:.3f} with DDP's all-reduce; at most "
+            f"{MOST_LOSS} more are allowed. Does what you left out in one step come in a later one, in all buckets?"
+        )
+    return f"A rank sends {shown}; loss {losses[1]:.3f}, DDP's {losses[0]:.3f}."

@@ -1,5 +1,6 @@
 """The checks of chapter 4's exercises accept right answers, and reject the stub and plausible mistakes with help."""
 
+import json
 import math
 import os
 import re
@@ -8,12 +9,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from answers import judge, stub
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+from answers import OnRanks, assert_rejects, judge, stub, written
 
 import checks
 from checks import chapter_4
 from checks.probes import hidden_failures as hidden
+
+ON_RANKS = OnRanks({2: ()})
+launched, run_before = ON_RANKS.fixtures()
 
 # --- 4.1: failures ----------------------------------------------------------------------------------------------------
 
@@ -29,7 +32,7 @@ def logs_of_choices() -> dict[tuple, list[dict]]:
 
 
 @pytest.fixture
-def run_before(logs_of_choices, monkeypatch):
+def choices_run_before(logs_of_choices, monkeypatch):
     """Let the check find what the processes have done already."""
     monkeypatch.setattr(chapter_4, "hidden_failures", lambda choice: [logs_of_choices[choice]])
     return lambda answer: answer
@@ -43,7 +46,7 @@ test_4_1a = judge(checks.exercise_4_1a, [lambda: CHOICES["right"]], [
     (lambda: 18, "yours is 18"),
     (lambda: (18.5, 3), "whole steps; you say 18.5"),
     (lambda: (18, 1800), "at most 4 s; you say 1800"),
-], prepare="run_before")  # fmt: skip
+], prepare="choices_run_before")  # fmt: skip
 
 
 def test_4_1a_a_kill_is_noticed_without_the_timeout_and_a_hang_by_it(logs_of_choices):
@@ -301,94 +304,78 @@ test_4_3c = judge(checks.exercise_4_3c, [rate], [
 ])  # fmt: skip
 
 
-# --- 4.4: communication and input -------------------------------------------------------------------------------------
+# --- 4.4: communication hooks -----------------------------------------------------------------------------------------
 
 
-def over_the_wire(places, size):
-    world, nodes = len(places), len(set(places))
-    leaving = [places[rank] for rank in range(world) if places[(rank + 1) % world] != places[rank]]
-    busiest = max((leaving.count(node) for node in places), default=0)
-    return busiest * 2 * (world - 1) / world * size, 2 * (nodes - 1) / nodes * size
+def break_even(plain, hooked, gathers, ranks, typical=statistics.median, rank=max, subtract=True, factor=None):
+    def work(run):
+        return typical(list(map(rank, *run["step_ms"]))) - subtract * 8e-3 * run["sent"][0] / run["mbit"]
 
-
-def all_nodes(places, size):
-    world = len(places)
-    leaving = sum(places[rank] != places[rank - 1] for rank in range(world))
-    return leaving * 2 * (world - 1) / world * size, over_the_wire(places, size)[1]
-
-
-def one_rank(places, size):
-    return 2 * (len(places) - 1) / len(places) * size, over_the_wire(places, size)[1]
-
-
-def not_round(places, size):
-    world = len(places)
-    leaving = [places[rank] for rank in range(world - 1) if places[rank + 1] != places[rank]]
-    busiest = max((leaving.count(node) for node in places), default=0)
-    return busiest * one_rank(places, size)[0], over_the_wire(places, size)[1]
-
-
-test_4_4a = judge(checks.exercise_4_4a, [over_the_wire], [
-    (stub, "not done yet"),
-    (all_nodes, "that of all nodes together"),
-    (one_rank, "what one rank sends"),
-    (lambda places, size: (over_the_wire(places, size)[0], size / 2), "The flat ring is right"),
-    (not_round, "the last rank sends to the first"),
-    (lambda places, size: over_the_wire(sorted(places), size), "every rank's successor is on the other node"),
-    (lambda places, size: tuple(max(1, value) for value in over_the_wire(places, size)), "nothing leaves it"),
-    (lambda places, size: over_the_wire(places, size) if max(places) != 7 else (0, 0), "nodes may have any numbers"),
-    (lambda places, size: size, "two numbers"),
-])  # fmt: skip
-
-
-def powersgd_bytes(shapes, rank, min_rate=2, always=False, number=4, least=min, strictly=True):
-    total = 0
-    for shape in shapes:
-        n, m = shape[0], math.prod(shape[1:])
-        sent = least(n, m, rank) * (n + m)
-        worth_it = sent * min_rate < n * m if strictly else sent * min_rate <= n * m
-        total += sent if len(shape) > 1 and (always or worth_it) else n * m
-    return number * total
-
-
-@pytest.mark.parametrize("shape", [(768, 64), (64, 3, 3, 3), (10, 20), (6, 12), (2, 500), (128, 64, 3, 3)])
-@pytest.mark.parametrize(("rank", "min_rate"), [(1, 2), (4, 2), (4, 1), (2, 0.9)])
-def test_4_4b_asks_for_what_the_hook_does(shape, rank, min_rate):
-    n, m = shape[0], math.prod(shape[1:])
-    compressed, before, after = powerSGD_hook._should_compress(n, m, min(n, m, rank), min_rate)
-    assert powersgd_bytes([shape], rank, min_rate) == 4 * (after if compressed else before)
-
-
-test_4_4b = judge(checks.exercise_4_4b, [powersgd_bytes], [
-    (stub, "not done yet"),
-    (lambda *given: powersgd_bytes(*given, always=True), "not worth it"),
-    (lambda *given: powersgd_bytes(*given, number=1), "each has 4 bytes"),
-    (lambda *given: powersgd_bytes(*given, least=lambda n, m, rank: rank), "r is min(2, 500, 4)"),
-    (lambda *given: powersgd_bytes(*given, strictly=False), "not below 72"),
-    (lambda shapes, *given: powersgd_bytes([shape[:2] for shape in shapes], *given), "a matrix of 64 x 27"),
-    (lambda shapes, rank, min_rate=1: powersgd_bytes(shapes, rank, min_rate), "the minimum rate is 2"),
-    (lambda *given: None, "a number of bytes"),
-])  # fmt: skip
-
-
-def pays_below(before, after, extra_s, ranks, bits=8, mega=1e6, ring=True):
-    saved = (2 * (ranks - 1) / ranks if ring else 1) * (before - after)
-    if saved <= 0:
+    all_reduce, all_gather = 2 * (ranks - 1) / ranks, ranks - 1
+    saves = all_reduce * plain["sent"][0] - (factor or (all_gather if gathers else all_reduce)) * hooked["sent"][0]
+    adds = work(hooked) - work(plain)
+    if saves <= 0:
         return 0
-    return math.inf if extra_s <= 0 else bits * saved / extra_s / mega
+    return math.inf if adds <= 1e-9 else 8e-3 * saves / adds
 
 
-test_4_4c = judge(checks.exercise_4_4c, [pays_below], [
+test_4_4a = judge(checks.exercise_4_4a, [break_even], [
     (stub, "not done yet"),
-    (lambda *given: pays_below(*given, bits=1), "A byte has 8 bits"),
-    (lambda *given: pays_below(*given, mega=1), "a million bits"),
-    (lambda *given: pays_below(*given, ring=False), "With 4 ranks a ring sends 1.5 times"),
-    (lambda before, after, extra_s, ranks: 16e-6 * (ranks - 1) / ranks * (before - after) / extra_s, "divides by zero"),
-    (lambda *given: pays_below(*given) if given[2] > 0 else 0, "pays at any bandwidth"),
-    (lambda *given: pays_below(*given) or math.inf, "it never pays: 0"),
-    (lambda *given: pays_below(*given) if given[3] > 1 else 1, "nothing to save"),
+    (lambda *given: break_even(*given, subtract=False), "Both times contain a transfer"),
+    (lambda *given: break_even(*given, typical=statistics.mean), "half a second"),
+    (lambda *given: break_even(*given, rank=lambda *ms: ms[0]), "the other waits for it"),
+    (lambda *given: break_even(*given, rank=lambda *ms: sum(ms) / 2), "the other waits for it"),
+    (lambda *given: break_even(*given[:3], 2), "1.5 times"),
+    (lambda plain, hooked, _, ranks: break_even(plain, hooked, False, ranks), "3 parts with 4 ranks"),
+    (lambda *given: break_even(*given) or math.inf, "7 parts of 0.5 MB"),
+    (lambda *given: min(break_even(*given), 1e9), "It saves bytes and takes no time"),
+    (lambda *given: 1 / 0, "divides by zero"),
     (lambda *given: None, "a number of Mbit/s"),
 ])  # fmt: skip
+
+
+def test_the_recorded_hooks_decide_in_4_4a(monkeypatch, tmp_path, capsys):
+    """With the times of another machine in the record, the same answer is wrong."""
+    record = json.loads(chapter_4.RECORDED_HOOKS.read_text())
+    for run in record["runs"]:
+        if (run["mbit"], run["hook"]) == (1000, "SVD 4"):
+            run["step_ms"] = [[1.0], [1.0]]
+    (tmp_path / "record.json").write_text(json.dumps(record))
+    monkeypatch.setattr(chapter_4, "RECORDED_HOOKS", tmp_path / "record.json")
+    assert_rejects(checks.exercise_4_4a, break_even, "SVD 4 should pay below", capsys)
+
+
+HEAD_4_4B = "from shared import distributed\n\n\ndef choose(step, hooks, mbit):\n"
+SHORTEST = """
+    expected = {}
+    for hook in hooks:
+        measured = [step(hook) for _ in range(4)][2:]
+        own = min(ms for ms, _ in measured) + 8e-3 * measured[0][1] / mbit
+        expected[hook] = max(distributed.gather_objects(own))
+    return min(hooks, key=expected.get)
+"""
+test_4_4b = ON_RANKS.judge(
+    checks.exercise_4_4b, 2, "choose_hook", HEAD_4_4B,
+    {"each rank's": SHORTEST, "rank 0 decides": SHORTEST.replace(
+        "return min(hooks, key=expected.get)", "return distributed.from_rank_zero(min(hooks, key=expected.get))")},
+    {
+        "own times": (SHORTEST.replace("max(distributed.gather_objects(own))", "own"), "numbers that all ranks have"),
+        "rank 0's times": (SHORTEST.replace("max(distributed.gather_objects(own))", "distributed.from_rank_zero(own)"),
+                           "one slow rank, .*'bf16' has the shortest step"),
+        "mean": (SHORTEST.replace("max(", "sum("), "how long is a step"),
+        "first steps": (SHORTEST.replace("[2:]", ""). replace("min(ms", "max(ms"), "which of them will the job see"),
+        "no transfer": (SHORTEST.replace(" + 8e-3 * measured[0][1] / mbit", ""), "take 200 ms"),
+        "own order": (SHORTEST.replace("in hooks:", "in hooks[:: 1 - 2 * distributed.rank_from_environment()]:"),
+                      "one rank calls step"),
+        "a time": (SHORTEST.replace("return min(hooks, key=expected.get)", "return min(expected.values())"),
+                   "return one of"),
+        "as long as it takes": ("""
+    for _ in range(int(step(hooks[0])[0] > 12)):
+        step(hooks[0])
+    return distributed.from_rank_zero(hooks[0])
+""", "equally often|never reached|do not match"),
+    },
+)  # fmt: skip
 
 
 # --- 4.5: onto a cluster ----------------------------------------------------------------------------------------------
@@ -487,3 +474,58 @@ test_4_5c = judge(checks.exercise_4_5c, [survives], [
     (lambda path, mounts: path.startswith("/") or survives(path, mounts), "it is the node's own disk"),
     (lambda path, mounts: survives(path, mounts) or None, "yours says None"),
 ])  # fmt: skip
+
+
+# --- 4.6: write a hook ------------------------------------------------------------------------------------------------
+
+SOLUTION_4_6 = written(Path(__file__).parents[1] / "04-ray-in-production/solutions/06_write_a_hook.ipynb", "write-hook")
+SIGNS = """
+import torch
+import torch.distributed as dist
+
+WEIGHTS = 2 ** torch.arange(8)
+
+
+def make_state():
+    return {}
+
+
+def hook(memory, bucket):
+    for parameter, gradient in zip(bucket.parameters(), bucket.gradients()):
+        wanted = gradient.flatten() + memory.get(parameter, 0)
+        scale, signs = wanted.abs().mean(), wanted >= 0
+        memory[parameter] = wanted - torch.where(signs, scale, -scale)
+        packed = (torch.nn.functional.pad(signs, (0, -len(signs) % 8)).view(-1, 8) * WEIGHTS).sum(1).to(torch.uint8)
+        message = torch.cat([packed, scale.view(1).view(torch.uint8)])
+        parts = [torch.empty_like(message) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, message)
+        total = 0
+        for part in parts:
+            bits = (part[:-4, None].int() & WEIGHTS > 0).flatten()[: len(signs)]
+            total += (2 * bits.float() - 1) * part[-4:].clone().view(torch.float32)
+        gradient.copy_((total / len(parts)).view_as(gradient))
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+"""
+FAULTS_4_6 = {  # by name: what to replace, by what, and what the check says
+    "forgets": (" + memory.get(parameter, 0)", "", "What becomes of what a rank does not send"),
+    "cannot find it": ("memory.get(parameter, 0)", "memory.get(bucket.index(), 0)", "find it again"),
+    "the sum": (" / dist.get_world_size())", ")", "do you return the mean over the ranks"),
+    "own places": ("average.index_add_(0, each_places,", "average.index_add_(0, places,", "the two ranks differ"),
+    "everything": ("len(wanted) // 100", "len(wanted) // 10", "at most 5% are allowed"),
+    "no future": ("    return future", "    return bucket.buffer()", "failed|error"),
+    "own lengths": ("len(wanted) // 100)", "len(wanted) // (100 + dist.get_rank()))",
+                    "same length|failed|do not match"),
+}  # fmt: skip
+assert all(SOLUTION_4_6.count(old) == 1 for old, _, _ in FAULTS_4_6.values())
+test_4_6a = ON_RANKS.judge(
+    checks.exercise_4_6a, 2, "hook_on_trial", "", {"largest": SOLUTION_4_6, "signs": SIGNS},
+    {name: (SOLUTION_4_6.replace(old, new), because) for name, (old, new, because) in FAULTS_4_6.items()},
+)  # fmt: skip
+
+
+def test_a_hook_that_is_a_stub_is_not_done_yet(tmp_path, capsys):
+    lesson = Path(__file__).parents[1] / "04-ray-in-production/06_write_a_hook.ipynb"
+    (tmp_path / "my_hook.py").write_text(written(lesson, "write-hook"))
+    assert_rejects(checks.exercise_4_6a, tmp_path / "my_hook.py", "not done yet", capsys)

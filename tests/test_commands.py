@@ -37,6 +37,7 @@ PAGES = {  # and the folder that its commands are run in
     "docs/set-up.md": ".",
     "docs/scripts.md": ".",
     "docs/what-else.md": ".",
+    "docs/communication.md": ".",
     "docs/slurm.md": ".",
     "TEACHING.md": ".",
     "CONTRIBUTING.md": ".",

@@ -1,4 +1,8 @@
-"""shared.measure: bytes counted on storages, and the most of them in a step."""
+"""shared.measure: bytes counted on storages, the most of them in a step, and bytes sent."""
+
+import socket
+import sys
+import threading
 
 import pytest
 import torch
@@ -57,3 +61,20 @@ def test_presets_have_the_size_of_the_gpts_whose_widths_they_take(preset, millio
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     of_words = (50_257 - config.vocab_size) * config.dim  # theirs have a vocabulary of 50,257 words, ours of 256 bytes
     assert (num_parameters + of_words) / 1e6 == pytest.approx(millions, rel=0.05)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux counts what a connection has sent")
+def test_bytes_sent_over_tcp_are_counted_by_the_kernel():
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+        connection, _ = server.accept()
+        before = measure.tcp_bytes_sent()
+        message = bytes(300_000)
+        thread = threading.Thread(target=client.sendall, args=[message])
+        thread.start()
+        received = 0
+        while received < len(message):
+            received += len(connection.recv(65_536))
+        thread.join()
+        connection.close()
+        assert measure.tcp_bytes_sent() - before == len(message)
+        client.sendall(b"")  # counting has left the connection open

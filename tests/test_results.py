@@ -54,7 +54,7 @@ def test_the_committed_tables_are_made_of_the_committed_numbers(name, program):
         assert page == program(f"bench_{name}").report(result, *figure)
         assert name != "sharded" or "below 30 s: reached." in page  # an epoch of `nano`
         if name == "network":
-            assert {run["mbit"] for run in result["ways"]} == {10_000, 1000, 100}, "lesson 4.4 draws these"
+            assert {run["mbit"] for run in result["ways"]} == {10_000, 1000, 100}, "docs/communication.md shows these"
 
 
 def test_the_page_of_the_gpu_paths_is_made_of_its_numbers(program, monkeypatch):
@@ -79,12 +79,6 @@ def test_the_committed_results_can_be_compared(program):
         for path in RESULTS.glob(f"{kind}-*.json"):
             assert len(check.ratios(check.read_result(path))) >= 5
             assert not check.compare_files(path, path)
-
-
-def test_lesson_4_4_shows_the_benchmarks_script():
-    lesson = Notebook(CHAPTER_4 / "04_communication.ipynb")
-    (cell,) = (cell for cell in lesson.code if cell.target.endswith("two_nodes.sh"))
-    assert cell.body.strip() == (BENCHMARKS / "two_nodes.sh").read_text().strip()
 
 
 def test_lesson_4_3_teaches_the_functions_of_the_regression_check():

@@ -1,4 +1,4 @@
-"""Two nodes on this machine and the benchmark that uses them: what is written, what is sent, and what stays behind."""
+"""Two nodes on this machine, the benchmark on them, and what docs/communication.md says of sums and local SGD."""
 
 import json
 import os
@@ -12,6 +12,8 @@ import psutil
 import pytest
 from runs import ROOT
 from tables import table_rows
+
+from checks import machinery
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -90,3 +92,71 @@ def test_quick_run_writes_a_table_the_raw_numbers_and_a_figure(two_nodes, tmp_pa
     assert all(len(row) == len(header) == len(rule) for row in body)
     assert "goal 2%: reached" in page.replace("\n", " ") and "goal 1.2: " in page
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+LEVELS = """
+import torch
+import torch.distributed as dist
+
+from shared import distributed
+
+worker = distributed.join()
+inside, _ = dist.new_subgroups(group_size=2)  # ranks 0 and 1, ranks 2 and 3: the nodes
+across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+gradient = torch.randn(2**20, generator=torch.Generator().manual_seed(worker.rank))
+flat, levels, part = gradient.clone(), gradient.clone(), gradient.new_empty(2**19)
+dist.all_reduce(flat)
+dist.reduce_scatter_tensor(part, levels, group=inside)
+dist.all_reduce(part, group=across)
+dist.all_gather_into_tensor(levels, part, group=inside)
+print(((flat - levels).abs().max() / flat.abs().max()).item())
+distributed.leave()
+"""
+
+
+def test_a_hierarchical_all_reduce_returns_the_sums_of_a_flat_one(tmp_path):
+    (tmp_path / "levels.py").write_text(LEVELS)
+    for printed in machinery.run_script(tmp_path / "levels.py", 4):
+        assert float(printed) < 1e-6
+
+
+APART = """
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.algorithms.model_averaging.utils import average_parameters
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.append("benchmarks")
+import network_ranks
+
+from shared import datasets, distributed
+
+worker = distributed.join()
+models = []
+network_ranks.DistributedDataParallel = lambda *args, **options: models.append(
+    DistributedDataParallel(*args, **options)) or models[-1]
+
+
+def apart(model):
+    weights = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    return (weights - distributed.from_rank_zero(weights)).abs().max().item()
+
+
+for way in ("baseline", "PowerSGD 4", "local SGD 4"):
+    network_ranks.train({"way": way, "steps": 6, "bucket_mb": 100})
+    before = apart(models[-1])
+    average_parameters(models[-1].parameters(), None)
+    print(way, before, apart(models[-1]), sep=",")
+distributed.leave()
+"""
+
+
+def test_local_sgd_leaves_different_weights_until_one_more_average(tmp_path, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    (tmp_path / "apart.py").write_text(APART)
+    for rank, printed in enumerate(machinery.run_script(tmp_path / "apart.py", 2)):
+        for way, before, after in (line.split(",") for line in printed.splitlines()):
+            assert (float(before) > 1e-4) == (way == "local SGD 4" and rank == 1), (rank, way)
+            assert float(after) == 0
