@@ -45,7 +45,7 @@ class RunLog:
         return sorted(map(json.loads, lines), key=lambda line: line["time"])
 
     def step(self) -> int:
-        """Return the step that rank 0 has done last."""
+        """Return the last step that rank 0 completed."""
         lines = self.read("steps")
         return lines[-1]["step"] if lines else 0
 
@@ -63,7 +63,7 @@ class RunLog:
             time.sleep(0.02)
 
     def take_disk_away(self) -> None:
-        """Let the disk of rank 1 stop answering, at the beginning of its next step."""
+        """Make rank 1's disk stop answering, at the beginning of its next step."""
         (self.folder / "disk-is-away").touch()
 
     def disk_is_away(self) -> bool:
@@ -134,13 +134,13 @@ class Nodes:
 
 
 class Fit:
-    """A trainer's `fit` in a thread, so that the notebook can do harm meanwhile."""
+    """A trainer's `fit` in a thread, so that the notebook can break things in the meantime."""
 
     def __init__(self, fit: Callable) -> None:
         self.future: Future = ThreadPoolExecutor(1).submit(fit)
 
     def wait_until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is true. Raises what ended the run before that, or TimeoutError."""
+        """Wait until something is true. Raises the run's error if it ends first, or TimeoutError."""
         deadline = time.monotonic() + PATIENCE_S
         while not true():
             if self.future.done() or time.monotonic() > deadline:
