@@ -6,6 +6,7 @@ The second kind may also have "tools" and "chat_template_kwargs", and its turns 
 
 import argparse
 import copy
+import difflib
 import json
 import random
 import re
@@ -38,6 +39,8 @@ NO_TARGET = -100  # cross_entropy's ignore_index: a position whose next token is
 Turns = list[dict[str, object]]
 OTHER = "\ue000 other \ue000"  # an answer that begins and ends with a character that no text has
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # where a turn has what the model thought before its answer
+ROW_KEYS = ("prompt", "completion", "messages", "tools", "chat_template_kwargs")  # others may be there, for the user
+TURN_KEYS = ("role", "content", "weight", "tool_calls", "tool_call_id", "name", *THOUGHTS)
 UNUSED = ("functions", "documents", "images", "videos", "audios", "chosen", "rejected")
 MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\b")  # in a template that says itself what an answer is
 
@@ -277,10 +280,11 @@ def check(args: Namespace, driver: Worker) -> dict:
     driver.log(f"{len(splits.train)} rows to train on, {len(splits.val)} to validate with")
     first = marked(splits.train.rows[0], pretrained.read_tokenizer(args.base))
     driver.log(f"the first row, with what is learned in double brackets: {first}")
+    rows = Path(args.data_file).read_bytes().replace(b"\r\n", b"\n")
     return {
         "base": f"with weights {pretrained.checksum(args.base, driver.log)}",
         # Not of the tokens: some templates write today's date.
-        "data_file": f"with checksum {zlib.crc32(Path(args.data_file).read_bytes()):08x}",
+        "data_file": f"with checksum {zlib.crc32(rows):08x}",
         "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
     }  # fmt: skip
 
@@ -350,6 +354,9 @@ def parse_row(line: str, place: str) -> Row:
         raise ValueError(f"{place}: not JSON, with one row per line ({error})") from error
     if not isinstance(row, dict) or not row.keys() & {"prompt", "completion", "messages"}:
         raise ValueError(f'{place}: a row is {{"prompt": ..., "completion": ...}} or {{"messages": [...]}}')
+    check_spelling(row, ROW_KEYS, place)
+    if row.get("weight", 1) != 1:
+        raise ValueError(f'{place}: "weight" belongs to a turn of "messages"')
     for name in UNUSED:
         if row.get(name):
             raise ValueError(f'{place}: "{name}" would change what is learned, and this script does not use it')
@@ -371,8 +378,18 @@ def parse_row(line: str, place: str) -> Row:
     return row["prompt"], row["completion"]
 
 
+def check_spelling(keys: Iterable[str], known: Sequence[str], place: str) -> None:
+    """Raise ValueError for a key that is nearly one of the known ones, and would be ignored."""
+    for key in keys:
+        meant = difflib.get_close_matches(key, known, n=1, cutoff=0.8)
+        if key not in known and meant and abs(len(key) - len(meant[0])) <= 1:
+            raise ValueError(f'{place}: "{key}" is not used; is "{meant[0]}" meant?')
+
+
 def parse_chat(turns: object, settings: dict[str, object], place: str) -> Chat:
     """Return a chat. A turn that calls tools may have no content. Raises ValueError with its place."""
+    for turn in turns if isinstance(turns, list) else []:
+        check_spelling(turn if isinstance(turn, dict) else (), TURN_KEYS, place)
     if not (isinstance(turns, list) and all(is_turn(turn) for turn in turns)):
         raise ValueError(
             f'{place}: "messages" is a list of {{"role": TEXT, "content": TEXT}}, and a call in "tool_calls" is '
@@ -511,6 +528,7 @@ def tokenize_turns(row: Row, tokenizer: object) -> tuple[list[int], list[bool]]:
         text, places = marked_answers(row, tokenizer, template)
     else:
         text, places = find_answers(row, tokenizer, tokenizer.convert_ids_to_tokens(sorted(special)))
+    check_asked(row, text)
     tokens, answers = encode(tokenizer, text, places, special)
     mask = [False] * len(tokens)
     for first, stop in answers:
@@ -529,6 +547,15 @@ def check_used(row: Chat, template: str) -> None:
     unused = sorted(row.settings.keys() - used) or (sorted(thoughts) if not used & set(THOUGHTS) else [])
     if unused:
         raise ValueError(f'the chat template does not use "{unused[0]}"')
+
+
+def check_asked(row: Chat, text: str) -> None:
+    """Raise ValueError if `text`, the chat as the template writes it, lacks what a turn of another role says."""
+    for number, turn in enumerate(row.turns, start=1):
+        content = turn["content"].strip()
+        written = (content, *(json.dumps(content, ensure_ascii=each)[1:-1] for each in (True, False)))
+        if turn["role"] != "assistant" and not any(each in text for each in written):
+            raise ValueError(f'the chat template leaves out turn {number}, of the role "{turn["role"]}"')
 
 
 def marked_answers(row: Chat, tokenizer: object, template: str) -> tuple[str, list[tuple[int, int]]]:

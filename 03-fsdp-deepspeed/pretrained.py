@@ -507,7 +507,8 @@ def export(model: nn.Module, args: Namespace, run: RayRun, worker: Worker, ends:
         if args.lora_rank and not args.merge:
             write_adapter(model, base, partial, worker)
             if worker.rank == 0 and (missing := missing_ends(base, ends)):
-                worker.log(f"the base does not stop where answers end: give `generate` eos_token_id={missing}")
+                every = [*known_ends(base), *missing]
+                worker.log(f"the base does not stop where answers end: give `generate` eos_token_id={every}")
         else:
             write_model(model, base, partial, stored, worker, ends)
         with fail_together():

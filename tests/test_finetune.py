@@ -1,5 +1,6 @@
 """train_ray_finetune.py as a user starts it: held to a plain process, exported, reloaded, killed and refused."""
 
+import copy
 import itertools
 import json
 import operator
@@ -1049,6 +1050,9 @@ PAIR = '{"prompt": "a", "completion": "b"}'
     ('{"prompt": 1, "completion": "b"}', 'line 2: "prompt" is missing, or is not text'),
     ('{"prompt": "a", "completion": " "}', "line 2: the completion is empty"),
     ('{"messages": [{"role": "user"}]}', 'line 2: "messages" is a list of'),
+    ('{"messages": [{"role": "user", "contnet": "a"}]}', 'line 2: "contnet" is not used; is "content" meant?'),
+    ('{"messages": [{"role": "assistant", "content": "a", "wieght": 0}]}', '"wieght" is not used; is "weight" meant?'),
+    ('{"prompt": "a", "completion": "b", "weight": 0}', '"weight" belongs to a turn'),
     ('{"messages": [{"role": "user", "content": "a"}]}', "line 2: there is no answer, a turn of the assistant"),
     ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": [{}]}',
      "line 2: the chat template does not use"),
@@ -1073,6 +1077,21 @@ def test_a_row_is_refused_with_its_line(line, because, base, tmp_path):
     (tmp_path / "rows.jsonl").write_text(f"{PAIR}\n{line}\n")
     error = refused_here(FINETUNE, "--base", base, "--data-file", tmp_path / "rows.jsonl")
     assert "rows.jsonl, line 2: " in error and because in error
+
+
+def test_a_turn_that_the_template_leaves_out_is_refused(tokenizer):
+    """Such as one of a role that is misspelt, or of the system. What a tool says may be written as JSON."""
+    import pairs
+
+    template = "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}<|user|>{{ m.content }}{{ eos_token }}"
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = template + "{% elif m.role == 'tool' %}{{ m.content | tojson }}{% endif %}{% endfor %}"
+    answer = {"role": "assistant", "content": "c"}
+    for role in ("usr", "system"):
+        row = pairs.Chat([{"role": "user", "content": "a"}, {"role": role, "content": "first"}, answer])
+        with pytest.raises(ValueError, match=f'leaves out turn 2, of the role "{role}"'):
+            pairs.tokenize_turns(row, tokenizer)
+    pairs.tokenize_turns(pairs.Chat([{"role": "tool", "content": 'say "é"'}, answer]), tokenizer)
 
 
 def test_a_row_may_say_that_it_has_no_turns():
