@@ -149,8 +149,6 @@ def join(address: str, settings: dict[str, str], packages: Sequence[ModuleType])
 
 def ray_init(address: str, log_level: str, **options: object) -> str | None:
     """Call ray.init, and return the dashboard's address. Its errors become UsageErrors of one line."""
-    # If this process was started by `uv run`, Ray would start its workers by it as well, in a copy of the folder.
-    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     try:
         return ray.init(address, logging_config=ray.LoggingConfig(log_level=log_level), **options).dashboard_url
     except (OSError, RuntimeError, ValueError) as error:
@@ -212,6 +210,8 @@ def quiet_settings(own: bool, elastic: bool = False) -> dict[str, str]:
     # In this process Ray Data has already read its variable. The other logger reports tokens at every start.
     for name in ("ray.data", "ray._private.authentication.authentication_token_setup"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # If this process was started by `uv run`, Ray would start its workers by it as well, in a copy of the folder.
+    ray_constants.RAY_ENABLE_UV_RUN_RUNTIME_ENV = False
     settings = QUIET | (QUIET_OWN if own else {}) | (ELASTIC if elastic else {})
     return {name: os.environ.setdefault(name, value) for name, value in settings.items()}
 
