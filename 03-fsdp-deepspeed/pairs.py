@@ -280,13 +280,25 @@ def check(args: Namespace, driver: Worker) -> dict:
     driver.log(f"{len(splits.train)} rows to train on, {len(splits.val)} to validate with")
     first = marked(splits.train.rows[0], pretrained.read_tokenizer(args.base))
     driver.log(f"the first row, with what is learned in double brackets: {first}")
-    rows = Path(args.data_file).read_bytes().replace(b"\r\n", b"\n")
-    return {
+    return pretrained.contents(args.base) | {
         "base": f"with weights {pretrained.checksum(args.base, driver.log)}",
-        # Not of the tokens: some templates write today's date.
-        "data_file": f"with checksum {zlib.crc32(rows):08x}",
+        "data_file": f"with checksum {file_checksum(args.data_file)}", "validation_rows": validation_checksum(args),
         "lora_rank": args.lora_rank, "lora_targets": ",".join(args.lora_targets), "lora_alpha": args.lora_alpha,
     }  # fmt: skip
+
+
+def validation_checksum(args: Namespace) -> str:
+    """Return a checksum of the validation rows: of --val-file, or of their numbers in --data-file."""
+    if args.val_file:
+        return file_checksum(args.val_file)
+    rows = [row for _, row in read_rows(args.data_file)]
+    return f"{zlib.crc32(str([number for number, _ in split(list(enumerate(rows)))[1]]).encode()):08x}"
+
+
+def file_checksum(file: str) -> str:
+    """Return a checksum of rows, whatever their line ends. Not of their tokens: some templates write today's date."""
+    content = Path(file).read_bytes().replace(b"\r\n", b"\n")
+    return f"{zlib.crc32(content):08x}"
 
 
 def marked(row: tuple[torch.Tensor, torch.Tensor], tokenizer: object, longest: int = 200) -> str:

@@ -16,10 +16,8 @@ up the learning rate. [4] restores random numbers too, for dropout. `train_epoch
 answer tokens, and clips. [5] validates inside an epoch too, and shows answers. [6] exports.
 """
 
-import zlib
 from argparse import Namespace
 from collections.abc import Iterable
-from pathlib import Path
 
 import torch
 from ray.train.torch import prepare_data_loader
@@ -72,7 +70,7 @@ def main() -> None:
             raise ValueError(f"--accumulate {args.accumulate} does not divide the {local_batch_size} rows of a rank")
         pretrained.check_export(args)
         run = storage.RayRun.named(
-            args.storage_path, args.run_name, options_of(args, *MAY_DIFFER) | known_by(args, driver),
+            args.storage_path, args.run_name, options_of(args, *MAY_DIFFER) | pairs.check(args, driver),
             local_mode=args.num_workers == 0, may_differ=MAY_DIFFER,
         )  # fmt: skip
         run.open_or_resume(args.resume, driver)
@@ -86,20 +84,6 @@ def main() -> None:
     if driver.rank == 0:
         write_metrics(args.metrics_out, metrics)
         driver.log(f"done: {run.folder if args.num_workers else 'local mode stores no checkpoints'}")
-
-
-def known_by(args: Namespace, driver: distributed.Worker) -> dict:
-    """Check base and rows, and return what a resumed run must share of them: checksums and the adapters' options.
-
-    Of the rows of --data-file, the numbers of those that were chosen for validation are part of it.
-    """
-    checked = pairs.check(args, driver)
-    if args.val_file:
-        validation = Path(args.val_file).read_bytes().replace(b"\r\n", b"\n")
-    else:
-        rows = [row for _, row in pairs.read_rows(args.data_file)]
-        validation = str([number for number, _ in pairs.split(list(enumerate(rows)))[1]]).encode()
-    return checked | pretrained.contents(args.base) | {"validation_rows": f"{zlib.crc32(validation):08x}"}
 
 
 def train(args: Namespace, run: storage.RayRun, worker: distributed.Worker) -> list[dict]:

@@ -18,9 +18,7 @@ from checks.machinery import (
     reports_of_ranks,
     run_command,
 )
-
-DATA = Path(__file__).with_name("data")
-RECORDED_HOOKS, HOOKS_TO_CHOOSE = DATA / "recorded_hooks.json", DATA / "hooks_to_choose.json"
+from checks.recordings import recorded
 
 # --- Lesson 4.1: failures --------------------------------------------------------------------------------------------
 
@@ -408,11 +406,11 @@ def exercise_4_4a(break_even: Callable[[dict, dict, bool, int], float]) -> None:
             raise Wrong(f"for {what} return a number of Mbit/s; yours returns {seen!r}")
         if not math.isclose(seen, expected, rel_tol=1e-6, abs_tol=1e-6):
             raise Wrong(f"{what} pays below {expected:g} Mbit/s; you say {seen:g}. {hint}")
-    recorded = {(run["mbit"], run["hook"]): run for run in json.loads(RECORDED_HOOKS.read_text())["runs"]}
-    for hook in sorted({hook for _, hook in recorded} - {"float32"}):
-        below = break_even(recorded[10_000, "float32"], recorded[10_000, hook], hook.startswith("SVD"), 2)
+    runs = {(run["mbit"], run["hook"]): run for run in recorded("recorded_hooks.json")["runs"]}
+    for hook in sorted({hook for _, hook in runs} - {"float32"}):
+        below = break_even(runs[10_000, "float32"], runs[10_000, hook], hook.startswith("SVD"), 2)
         for mbit in (1000, 100):
-            times = [statistics.median(map(max, *recorded[mbit, name]["step_ms"])) for name in ("float32", hook)]
+            times = [statistics.median(map(max, *runs[mbit, name]["step_ms"])) for name in ("float32", hook)]
             if max(times) > 1.2 * min(times) and (mbit < below) != (times[1] < times[0]):
                 ends = "{:.0f} ms without it and {:.0f} ms with it".format(*times)
                 raise Wrong(f"{hook} should pay below {below:,.0f} Mbit/s, you say, but at {mbit:,} a step took {ends}")
@@ -434,7 +432,7 @@ def exercise_4_4b(script: str | Path) -> None:
     refuse_stub(script)
     question = "Does every rank call `step` equally often, with the same hooks in the same order?"
     reports = reports_of_ranks("choose_hook", 2, str(script), question=question)
-    for job, planned in json.loads(HOOKS_TO_CHOOSE.read_text()).items():
+    for job, planned in recorded("hooks_to_choose.json").items():
         mbit, hooks = planned["mbit"], planned["hooks"]
         seen, (expected, hint) = [report[job] for report in reports], CHOSEN_4_4B[job]
         if different := next((each["different"] for each in seen if each["different"]), None):

@@ -1,6 +1,5 @@
 """The checks of chapter 4's exercises accept right answers, and reject the stub and plausible mistakes with help."""
 
-import json
 import math
 import os
 import re
@@ -334,14 +333,13 @@ test_4_4a = judge(checks.exercise_4_4a, [break_even], [
 ])  # fmt: skip
 
 
-def test_the_recorded_hooks_decide_in_4_4a(monkeypatch, tmp_path, capsys):
+def test_the_recorded_hooks_decide_in_4_4a(monkeypatch, capsys):
     """With the times of another machine in the record, the same answer is wrong."""
-    record = json.loads(chapter_4.RECORDED_HOOKS.read_text())
+    record = checks.recorded("recorded_hooks.json")
     for run in record["runs"]:
         if (run["mbit"], run["hook"]) == (1000, "SVD 4"):
             run["step_ms"] = [[1.0], [1.0]]
-    (tmp_path / "record.json").write_text(json.dumps(record))
-    monkeypatch.setattr(chapter_4, "RECORDED_HOOKS", tmp_path / "record.json")
+    monkeypatch.setattr(chapter_4, "recorded", lambda name: record)
     assert_rejects(checks.exercise_4_4a, break_even, "SVD 4 should pay below", capsys)
 
 

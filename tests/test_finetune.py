@@ -742,27 +742,22 @@ def test_what_is_no_change_of_a_base_leaves_its_checksums(base, tokenizer, tmp_p
         pretrained.contents(folder)
 
 
-def test_other_rows_for_validation_are_known(rows, base, monkeypatch, tmp_path):
+def test_other_rows_for_validation_are_known(rows, monkeypatch, tmp_path):
     """The same file, divided in another way, as by an earlier version of `split`."""
-    import train_ray_finetune
-
     import pairs
 
-    def known_by(**values: object) -> dict:
-        monkeypatch.setattr(pairs, "check", lambda args, driver: {})
-        args = Options(**{"base": str(base), "data_file": str(rows[0]), "val_file": None, **values})
-        return train_ray_finetune.known_by(args, None)
+    def known_by(data_file: object = rows[0], val_file: object = None) -> str:
+        return pairs.validation_checksum(Options(data_file=str(data_file), val_file=val_file))
 
-    before = known_by()
+    before, with_file = known_by(), known_by(val_file=rows[1])
     shutil.copy(rows[0], tmp_path / "copy.jsonl")
-    assert known_by(data_file=str(tmp_path / "copy.jsonl")) == before
-    changed = {"validation_rows": known_by(val_file=str(rows[1]))["validation_rows"]}
-    assert before | changed == known_by(val_file=str(rows[1])) != before
+    assert known_by(tmp_path / "copy.jsonl") == before != with_file
     windows = tmp_path / "windows.jsonl"
     windows.write_bytes(rows[1].read_bytes().replace(b"\n", b"\r\n"))
-    assert known_by(val_file=str(windows)) == before | changed
+    assert windows.read_bytes() != rows[1].read_bytes() and known_by(val_file=windows) == with_file
+    assert pairs.file_checksum(windows) == pairs.file_checksum(rows[1])
     monkeypatch.setattr(pairs, "split", lambda rows: (rows[5:], rows[:5]))
-    assert known_by()["validation_rows"] != before["validation_rows"]
+    assert known_by() != before
 
 
 def test_a_killed_worker_leaves_no_trace(base, rows, on_cluster, tmp_path):
