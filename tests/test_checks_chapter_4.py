@@ -20,8 +20,8 @@ launched, run_before = ON_RANKS.fixtures()
 # --- 4.1: failures ----------------------------------------------------------------------------------------------------
 
 
-# A false alarm needs a timeout between an evaluation (1 s) and an evaluation with a save (1.25 s). It is near the former:
-# a rank that is late by 0.1 s at step 41 waits less.
+# A false alarm needs a timeout between an evaluation (1 s) and an evaluation with a save (1.25 s). It is near the
+# former, because a rank that comes late itself waits less.
 CHOICES = {"right": (18, 3), "false alarm": (20, 1.05), "rare saves": (50, 3), "many saves": (5, 3)}
 
 
