@@ -283,6 +283,7 @@ class NotesNames(dict):
         self.names = set()
 
     def get(self, name: str, default: object = None) -> object:
+        """Return this setting, as a dict does, and note its name."""
         self.names.add(name)
         return super().get(name, default)
 

@@ -149,11 +149,13 @@ class RayRun(runs.Run):
                 files.delete_file(snapshot)
 
     def write_file(self, name: str, text: str) -> None:
+        """Write a small file to the run's folder, on whichever storage it is."""
         files, path = file_system(self.folder)
         with files.open_output_stream(f"{path}/{name}") as stream:
             stream.write(text.encode())
 
     def read_file(self, name: str) -> tuple[str, float] | None:
+        """Return (text, modification time in seconds by the storage's clock) of such a file, or None."""
         files, path = file_system(self.folder)
         info = files.get_file_info(f"{path}/{name}")
         try:

@@ -32,8 +32,12 @@ class Leasable(Protocol):
     token: str
     is_leased: bool
 
-    def write_file(self, name: str, text: str) -> None: ...
-    def read_file(self, name: str) -> tuple[str, float] | None: ...
+    def write_file(self, name: str, text: str) -> None:
+        """Write a small file to the run's folder."""
+
+    def read_file(self, name: str) -> tuple[str, float] | None:
+        """Return (text, modification time in seconds by the storage's clock) of such a file, or None."""
+
     def delete_file(self, name: str) -> None: ...
 
 
