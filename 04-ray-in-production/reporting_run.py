@@ -79,8 +79,7 @@ def timed_step(ddp_model, optimizer, read_batch, clock):
     optimizer.zero_grad()
     end = time.perf_counter()
     waiting = averaged - clock["handed_over"]
-    parts = {"reading": read - start, "computing": end - read - waiting, "waiting": waiting}
-    return {**parts, "step": end - start, "loss": loss.item()}
+    return {"reading": read - start, "computing": end - read - waiting, "waiting": waiting, "loss": loss.item()}
 
 
 def make_reporter(rank: int, folder: Path) -> Callable[[int, int, dict], None]:
@@ -96,15 +95,15 @@ def make_reporter(rank: int, folder: Path) -> Callable[[int, int, dict], None]:
 
     def report(step: int, samples: int, parts: dict) -> None:
         nonlocal sent_before
-        own_work, sent = parts["step"] - parts["waiting"], psutil.net_io_counters().bytes_sent
+        own_work, sent = parts["reading"] + parts["computing"], psutil.net_io_counters().bytes_sent
         work.inc(own_work, tags)
         wait.inc(parts["waiting"], tags)
-        steps.observe(parts["step"], tags)
+        steps.observe(own_work + parts["waiting"], tags)
         memory.set(process.memory_info().rss, tags)
         samples_seen.inc(samples, tags)
         if step % 10 == 0:
             log.info("step %d: worked %.3f s, waited %.3f s", step, own_work, parts["waiting"])
-        about = {"rank": rank, "number": step, "time": time.time(), "pid": process.pid, "sent": sent - sent_before}
+        about = {"rank": rank, "step": step, "time": time.time(), "pid": process.pid, "sent": sent - sent_before}
         sent_before = sent
         with open(folder / f"steps-{rank}.jsonl", "a") as file:
             file.write(json.dumps({**about, "samples": samples, **parts}) + "\n")
@@ -222,7 +221,7 @@ class Run:
     def go_to(self, step: int) -> dict[str, float]:
         """Let the ranks train up to this step. Return the samples of each rank, once Ray serves them."""
         self.allow(step)
-        self.wait_until(lambda: sum(line["number"] == step for line in self.lines()) == 2)
+        self.wait_until(lambda: sum(line["step"] == step for line in self.lines()) == 2)
         expected = {str(rank): 0.0 for rank in (0, 1)}
         for line in self.lines():
             expected[str(line["rank"])] += line["samples"]
@@ -275,9 +274,9 @@ def write_for_tensorboard(lines: list[dict], folder: Path) -> None:
     for rank in sorted({line["rank"] for line in lines}):
         with SummaryWriter(str(folder / f"rank-{rank}")) as writer:
             for line in lines:
-                for name in ("step", "waiting", "loss"):
+                for name in ("reading", "waiting", "loss"):
                     if line["rank"] == rank:
-                        writer.add_scalar(f"training/{name}", line[name], line["number"], walltime=line["time"])
+                        writer.add_scalar(f"training/{name}", line[name], line["step"], walltime=line["time"])
 
 
 def prepare_environment(ray_folder: str) -> None:

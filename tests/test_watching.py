@@ -114,13 +114,13 @@ def scalars(path: Path) -> list[tuple]:
 
 def test_the_event_files_hold_the_lines_of_each_rank(tmp_path):
     lines = [
-        {"rank": rank, "number": step, "step": 0.5, "waiting": 0.25 * rank, "loss": 1.0 / step, "time": 1e9 + step}
+        {"rank": rank, "step": step, "reading": 0.5, "waiting": 0.25 * rank, "loss": 1.0 / step, "time": 1e9 + step}
         for step in (1, 2, 4)
         for rank in (0, 1)
     ]
     reporting_run.write_for_tensorboard(lines, tmp_path)
     for rank in (0, 1):
         (path,) = (tmp_path / f"rank-{rank}").glob("events*")
-        expected = [(f"training/{key}", line["number"], line[key], line["time"])
-                    for line in lines if line["rank"] == rank for key in ("step", "waiting", "loss")]  # fmt: skip
+        expected = [(f"training/{key}", line["step"], line[key], line["time"])
+                    for line in lines if line["rank"] == rank for key in ("reading", "waiting", "loss")]  # fmt: skip
         assert scalars(path) == expected
