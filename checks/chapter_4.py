@@ -273,7 +273,7 @@ def exercise_4_2c(halving_epochs: Callable[[int, int, int, int], int]) -> None:
 # --- Lesson 4.3: watching a run --------------------------------------------------------------------------------------
 
 
-WATCHED_STEPS, WATCHED_DELAY_S = 15, 0.4  # ten times a healthy step of the probe
+WATCHED_STEPS, WATCHED_DELAY_S = 12, 0.3  # ten times a healthy step of the probe
 WATCHED_PARTS = ("reading", "computing")
 
 
@@ -344,7 +344,7 @@ def exercise_4_3a(diagnose: Callable[[list[dict]], tuple[int, str] | None]) -> N
         elif name == "healthy":
             hint = "Some rank always works longest, or waits least. How much longer is too much?"
         elif name == "one long step":
-            hint = "Which summary of 15 numbers does not change if a single one does?"
+            hint = "Which summary of 12 numbers does not change if a single one does?"
         elif name == "network":
             hint = "No rank's own work is long."
         elif name == "in turn":

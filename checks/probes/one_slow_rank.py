@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-NUM_RANKS, PART_S, PATIENCE_S = 3, 0.02, 120
+NUM_RANKS, PART_S, PATIENCE_S = 3, 0.015, 120
 
 
 def main(out: str, steps: str, planned: str) -> None:
