@@ -28,10 +28,7 @@ ALLOWED_TO_RAISE: dict[tuple[str, str], str] = {}
 # (path from the root, cell id) -> why.
 TIMES_THAT_HOLD: dict[tuple[str, str], str] = {
     ("04-ray-in-production/01_failures.ipynb", "costs-compare"): "the upload that is timed sleeps as long",
-    ("04-ray-in-production/03_watching.ipynb", "assert-same"): "a rank sleeps in each step, and all wait for it",
-    ("04-ray-in-production/03_watching.ipynb", "assert-parts"): "the part that is timed sleeps as long",
     ("04-ray-in-production/03_watching.ipynb", "assert-network"): "every wait holds a sleep, and every reading another",
-    ("04-ray-in-production/03_watching.ipynb", "assert-alarm"): "the work is made up, from fixed seeds",
 }
 
 
