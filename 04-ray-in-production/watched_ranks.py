@@ -5,9 +5,9 @@ torchrun ... watched_ranks.py STEP.py FOLDER SEED STEPS RUN.json...
 STEP.py defines `hand_over(clock, bucket)`, a communication hook of DDP, and `timed_step(ddp_model, optimizer,
 read_batch, clock)`, which returns a dict with the seconds of each part. RUN.json is a list [name, delays]; a delay is
 [rank, part, seconds]. The rank is a number, "all", or "in turn" for one rank per step. The part is "reading",
-"computing" (it sleeps in the forward pass) or "network" (the average arrives later). Every run trains a new model with
-the same seed. Each rank appends to FOLDER/RANK.jsonl one line per step, and writes a trace of its last step to
-FOLDER/NAME-RANK.trace.json.
+"computing" (it sleeps in the forward pass), "network" (the average arrives later) or "between" (it sleeps after the
+step). Every run trains a new model with the same seed. Each rank appends to FOLDER/RANK.jsonl one line per step, and
+writes a trace of one more step to FOLDER/NAME-RANK.trace.json.
 
 Lesson 4.3 calls `start`, `read_lines`, `all_reduces` and `draw_parts`.
 """
@@ -24,6 +24,7 @@ from pathlib import Path
 NUM_RANKS = 3
 BATCH_SIZE = 96  # over all ranks
 PARTS = ("reading", "computing", "waiting")
+WARMUP = 2  # steps before the one in the trace, since a profiler that has just started slows the first
 
 
 # --- for the notebook ------------------------------------------------------------------------------------------------
@@ -47,13 +48,12 @@ def read_lines(folder: Path, run: str) -> list[dict]:
     return [line for line in map(json.loads, whole) if line["run"] == run]
 
 
-def all_reduces(folder: Path, run: str) -> list[list[tuple[float, int]]]:
-    """Return for each rank the (milliseconds, bytes) of each all-reduce in its trace of one step, in float32."""
+def all_reduces(folder: Path, run: str) -> list[list[float]]:
+    """Return for each rank the milliseconds of each all-reduce in its trace of one step."""
     found = []
     for rank in range(NUM_RANKS):
         events = json.loads((folder / f"{run}-{rank}.trace.json").read_text())["traceEvents"]
-        sums = [event for event in events if event.get("ph") == "X" and event["name"] == "gloo:all_reduce"]
-        found.append([(event["dur"] / 1e3, 4 * event["args"]["Input Dims"][0][0]) for event in sums])
+        found.append([e["dur"] / 1e3 for e in events if e.get("ph") == "X" and e["name"] == "gloo:all_reduce"])
     return found
 
 
@@ -94,7 +94,7 @@ def train(run: str, delays: Sequence[Sequence], step: Mapping, folder: Path, ste
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
-    from torch.profiler import ProfilerActivity, profile
+    from torch.profiler import ProfilerActivity, profile, schedule
 
     from shared import datasets, distributed, models
 
@@ -129,9 +129,16 @@ def train(run: str, delays: Sequence[Sequence], step: Mapping, folder: Path, ste
         line |= step["timed_step"](ddp_model, optimizer, read_batch, clock) | {"time": time.time()}
         with open(folder / f"{rank}.jsonl", "a") as file:
             file.write(json.dumps(line) + "\n")
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
-        step["timed_step"](ddp_model, optimizer, read_batch, clock)
-    trace.export_chrome_trace(str(folder / f"{run}-{rank}.trace.json"))
+        delay("between")
+
+    def save(trace: profile) -> None:
+        trace.export_chrome_trace(str(folder / f"{run}-{rank}.trace.json"))
+
+    one_step = schedule(wait=0, warmup=WARMUP, active=1, repeat=1)
+    with profile(activities=[ProfilerActivity.CPU], schedule=one_step, on_trace_ready=save) as trace:
+        for _ in range(WARMUP + 1):
+            step["timed_step"](ddp_model, optimizer, read_batch, clock)
+            trace.step()
 
 
 def main(step: str, folder: str, seed: str, steps: str, *runs: str) -> None:

@@ -320,7 +320,8 @@ def watched_lines(seed: int) -> dict[str, list[dict]]:
 @exercise("4.3a", "each slow rank is named with its part, and nobody else is accused.")
 def exercise_4_3a(diagnose: Callable[[list[dict]], tuple[int, str] | None]) -> None:
     """diagnose(lines) -> (rank, "reading" or "computing") if this rank is slow in every step, otherwise None."""
-    sample = [{"rank": rank, "step": 1, **dict.fromkeys((*WATCHED_PARTS, "waiting"), 0.02)} for rank in range(3)]
+    same = dict.fromkeys((*WATCHED_PARTS, "waiting"), 0.02)
+    sample = [{"rank": rank, "step": step + 1, **same} for rank in range(3) for step in range(WATCHED_STEPS)]
     diagnose(sample)  # the stub starts no ranks
     seed = random.SystemRandom().randrange(1000)
     runs = watched_lines(seed)
