@@ -60,7 +60,6 @@ from checks.chapter_4 import (  # noqa: F401
     exercise_4_2c,
     exercise_4_3a,
     exercise_4_3b,
-    exercise_4_3c,
     exercise_4_4a,
     exercise_4_4b,
     exercise_4_5a,

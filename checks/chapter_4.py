@@ -273,96 +273,117 @@ def exercise_4_2c(halving_epochs: Callable[[int, int, int, int], int]) -> None:
 # --- Lesson 4.3: watching a run --------------------------------------------------------------------------------------
 
 
-@exercise("4.3a", "the slow rank is the one with too much work of its own, and mostly there is none.")
-def exercise_4_3a(straggler: Callable[..., int | None]) -> None:
-    """straggler(lines, factor=1.3) -> the rank with the most own work, or None where it is not far above the others."""
-    healthy = {0: [0.10] * 9, 1: [0.11] * 9, 2: [0.10] * 9, 3: [0.105] * 9}
-    spike = {**healthy, 2: [0.10] * 8 + [5.0]}
-    two_slow = {**healthy, 0: [0.20] * 9, 3: [0.15] * 9}
-    for works, factor, expected, why in (
-        ({**healthy, 1: [0.40] * 9}, 1.3, 1, "its own work is 0.4 s a step, that of the others 0.1"),
-        (healthy, 1.3, None, "no rank works 1.3 times as long as the others: nobody is a straggler"),
-        (spike, 1.3, None, "rank 2 had one long step among nine; a median does not mind"),
-        (two_slow, 1.3, 0, "ranks 0 and 3 are both slow, and 0 is the slower one"),
-        ({**healthy, 1: [0.14] * 9}, 1.3, 1, "0.14 s is more than 1.3 times the median of the others, 0.1"),
-        ({**healthy, 1: [0.14] * 9}, 1.5, None, "0.14 s is not 1.5 times 0.1: mind `factor`"),
-        ({0: [0.16] * 5, 1: [0.10] * 5}, 1.3, 0, "of two ranks the other one is the measure, not both together"),
-        ({0: [0.125] * 5, 1: [0.25] * 5}, 2, None, "exactly `factor` times as much is not more"),
+WATCHED_STEPS, WATCHED_DELAY_S = 12, 0.3  # ten times a healthy step of the probe
+WATCHED_PARTS = ("reading", "computing")
+
+
+def watched_runs(seed: int) -> dict[str, tuple[list, tuple[int, str] | None, str]]:
+    """Draw the hidden runs of 4.3a. Return for each its delays, the right diagnosis and what was planted, in words."""
+    draw = random.Random(seed)
+    reader, computer, stumbler, odd = (draw.randrange(3) for _ in range(4))
+    delay_s, ten_times = WATCHED_DELAY_S, "ten times a step"
+    return {
+        "reads": (
+            [[reader, "reading", delay_s, None]], (reader, "reading"),
+            f"rank {reader} reads longer, by {ten_times}",
+        ),
+        "computes": (
+            [[computer, "computing", delay_s, None]], (computer, "computing"),
+            f"rank {computer} computes longer, by {ten_times}",
+        ),
+        "healthy": ([], None, "no rank is slow"),
+        "one long step": (
+            [[stumbler, "reading", 2.0, WATCHED_STEPS // 2]], None,
+            f"rank {stumbler} reads for 2 s in a single step, and is as fast as the others in all other steps",
+        ),
+        "network": ([["all", "network", delay_s, None]], None, "the network is slow, and all ranks wait for it"),
+        "both": (
+            [["all", "reading", 1.25 * delay_s, None], [odd, "computing", delay_s, None]], (odd, "computing"),
+            f"all ranks read slowly, and rank {odd} also computes longer, by {ten_times}",
+        ),
+        "in turn": ([["in turn", "reading", delay_s, None]], None, "a different rank is slow in each step"),
+    }  # fmt: skip
+
+
+def watched_lines(seed: int) -> dict[str, list[dict]]:
+    """Let three ranks do the hidden runs of 4.3a, and return the shuffled lines of each run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "lines.json")
+        planned = {name: delays for name, (delays, *_) in watched_runs(seed).items()}
+        expect_success(*run_command([str(probe("one_slow_rank")), str(out), str(WATCHED_STEPS), json.dumps(planned)]))
+        runs = json.loads(out.read_text())
+    for lines in runs.values():
+        random.Random(seed).shuffle(lines)
+    return runs
+
+
+@exercise("4.3a", "each slow rank is named with its part, and nobody else is accused.")
+def exercise_4_3a(diagnose: Callable[[list[dict]], tuple[int, str] | None]) -> None:
+    """diagnose(lines) -> (rank, "reading" or "computing") if this rank is slow in every step, otherwise None."""
+    same = dict.fromkeys((*WATCHED_PARTS, "waiting"), 0.02)
+    sample = [{"rank": rank, "step": step + 1, **same} for rank in range(3) for step in range(WATCHED_STEPS)]
+    diagnose(sample)  # the stub starts no ranks
+    seed = random.SystemRandom().randrange(1000)
+    runs = watched_lines(seed)
+    for name, (_, expected, planted) in watched_runs(seed).items():
+        seen = diagnose([dict(line) for line in runs[name]])
+        if isinstance(seen, list):
+            seen = tuple(seen)
+        if seen == expected:
+            continue
+        if seen is not None and not (
+            isinstance(seen, tuple) and len(seen) == 2 and seen[0] in range(3) and seen[1] in WATCHED_PARTS
+        ):
+            raise Wrong(f"return None, or a rank and one of {WATCHED_PARTS}; yours is {seen!r}")
+        hint = ""
+        if seen is not None and expected is not None and seen[0] == expected[0]:
+            hint = f"The rank is right. What takes rank {seen[0]} longer than it takes the others?"
+        elif seen is not None and expected is not None:
+            hint = f"Rank {seen[0]} waits for rank {expected[0]}."
+        elif seen is None:
+            hint = "Compare this rank's own work with that of the two others."
+        elif name == "healthy":
+            hint = "Some rank always works longest, or waits least. How much longer is too much?"
+        elif name == "one long step":
+            hint = "Which summary of 12 numbers does not change if a single one does?"
+        elif name == "network":
+            hint = "No rank's own work is long."
+        elif name == "in turn":
+            hint = f"Rank {seen[0]} is slow in a third of the steps, as the others are."
+        raise Wrong(f"in one run (seed {seed}) {planted}. It is {expected!r}, and you say {seen!r}. {hint}".strip())
+
+
+@exercise("4.3b", "a repair is worth what it takes off each step, and the second slowest rank limits it.")
+def exercise_4_3b(seconds_saved: Callable[[list[dict]], dict[int, float]]) -> None:
+    """seconds_saved(lines) -> for each rank how much shorter the run is if it is never slower than the other ranks."""
+    for works, why in (
+        ([(1.0, 2.0, 5.0)], "with rank 2 repaired the step ends when rank 1 has worked for 2 s"),
+        ([(1.0, 5.0, 5.0)], "two ranks are equally slow, and one of them can be repaired"),
+        ([(5.0, 1.0, 1.0), (1.0, 5.0, 1.0), (1.0, 1.0, 5.0)], "each rank holds up one step of the three"),
+        ([(0.3, 0.1, 0.2)] * 4, "rank 0 takes 0.1 s longer than rank 2 in each of 4 steps"),
+        ([(0.1, 0.2, 0.4), (0.1, 0.9, 0.2), (0.5, 0.2, 0.6)], "ranks 1 and 2 hold up different steps"),
+        ([(0.25, 0.5)] * 3, "there are only two ranks, and rank 0 takes 0.25 s less"),
     ):
         lines = lines_of(works)
-        seen = straggler(lines) if factor == 1.3 else straggler(lines, factor=factor)
-        if seen == expected and (seen is None) == (expected is None) and not isinstance(seen, bool):
-            continue
-        own = ", ".join(f"rank {rank}: {sorted(work)[len(work) // 2]:g}" for rank, work in works.items())
-        hint = ""
-        if expected is not None and seen == max(works, key=lambda rank: waited(lines, rank)):
-            hint = f" Rank {seen} waits longest: it waits for the slow one."
-        elif seen is not None and seen not in list(works):
-            hint = " Return a rank, or None."
-        elif seen is not None and seen == min(works, key=lambda rank: waited(lines, rank)):
-            hint = " Somebody always waits least: compare own work."
-        raise Wrong(
-            f"with the medians of own work {own} and factor={factor} it is {expected}; you say {seen!r}. "
-            f"See: {why}.{hint}"
-        )
+        seen = seconds_saved([dict(line) for line in lines])
+        shown = "; ".join(", ".join(f"{work:g} s" for work in each) for each in works)
+        if not isinstance(seen, dict) or set(seen) != set(range(len(works[0]))):
+            raise Wrong(f"return a dict with each of the {len(works[0])} ranks; yours is {seen!r}")
+        for rank in range(len(works[0])):
+            expected = sum(max(0.0, each[rank] - max(each[:rank] + each[rank + 1 :])) for each in works)
+            what = f"if the ranks' own work takes {shown} in the steps of a run, what a repair of rank {rank} saves"
+            expect_close(seen[rank], expected, what, hint=f"See: {why}.")
 
 
-def lines_of(works: dict[int, list[float]]) -> list[dict]:
-    """The lines of ranks with these seconds of own work in each step, shuffled: all ranks wait for the slowest."""
-    lines = []
-    for step, own in enumerate(zip(*works.values(), strict=True), start=1):
-        for rank, work in zip(works, own, strict=True):
-            step_s = max(own) + (0.004 if rank == min(works) else 0.005)
-            lines.append({"rank": rank, "step": step, "step_s": step_s, "wait_s": step_s - work})
+def lines_of(works: Sequence[Sequence[float]]) -> list[dict]:
+    """Return the shuffled lines of ranks with this much own work: `works[step][rank]`, half of it reading."""
+    lines = [
+        {"rank": rank, "step": step, "reading": work / 2, "computing": work / 2, "waiting": max(each) - work + 0.004}
+        for step, each in enumerate(works, start=1)
+        for rank, work in enumerate(each)
+    ]
     random.Random(4).shuffle(lines)
     return lines
-
-
-def waited(lines: list[dict], rank: int) -> float:
-    """All that a rank has waited."""
-    return sum(line["wait_s"] for line in lines if line["rank"] == rank)
-
-
-@exercise("4.3b", "hidden is what both do at once, counted once.")
-def exercise_4_3b(hidden_seconds: Callable[[list[tuple], list[tuple]], float]) -> None:
-    """hidden_seconds(computing, sending) -> the seconds in which both go on, of pieces that may overlap."""
-    for computing, sending, expected, why in (
-        ([(0.0, 4.0)], [(1.0, 3.0)], 2.0, "the sending lies within the computing"),
-        ([(0.0, 2.0)], [(3.0, 5.0)], 0.0, "they never meet: nothing is hidden, and nothing is less than nothing"),
-        ([(0.0, 2.0)], [(1.5, 5.0)], 0.5, "only from 1.5 to 2"),
-        ([(0.0, 2.0), (4.0, 6.0)], [(1.0, 5.0)], 2.0, "from 1 to 2 and from 4 to 5"),
-        ([(0.0, 3.0), (1.0, 4.0)], [(0.0, 4.0)], 4.0, "computing from 0 to 4, as 1 to 3 lies in both pieces"),
-        ([(0.0, 4.0)], [(0.0, 3.0), (2.0, 4.0)], 4.0, "two buckets are on their way from 2 to 3: count that once"),
-        ([(0.0, 9.0), (1.0, 2.0), (5.0, 6.0)], [(0.0, 8.0)], 8.0, "pieces lie inside the first one"),
-        ([(5.0, 6.0), (0.0, 1.0)], [(5.5, 7.0), (0.5, 2.0)], 1.0, "the pieces come in any order"),
-        ([(0.0, 1.0), (1.0, 2.0)], [(0.5, 1.5)], 1.0, "pieces may touch"),
-        ([], [(0.0, 1.0)], 0.0, "nothing is computed"),
-    ):
-        seen = hidden_seconds(list(computing), list(sending))
-        expect_close(seen, expected, f"with computing {computing} and sending {sending} it", hint=f"See: {why}.")
-
-
-@exercise("4.3c", "a counter that falls has begun again from zero.")
-def exercise_4_3c(rate: Callable[[list[tuple[float, float]]], float | None]) -> None:
-    """rate([(seconds, value), ...]) -> the growth a second of a counter that restarts set back to zero."""
-    for readings, expected, why in (
-        ([(0, 100), (10, 160)], 6.0, "60 more in 10 s"),
-        ([(5, 0), (10, 20), (30, 100)], 4.0, "100 more in 25 s: the times between the readings differ"),
-        ([(0, 100), (10, 160), (20, 30)], 4.5, "60 more, then a restart and 30 more, in 20 s"),
-        ([(0, 50), (10, 20), (20, 5), (30, 35)], 55 / 30, "two restarts: 20, 5 and 30 more"),
-        ([(0, 70), (10, 70)], 0.0, "it has not grown"),
-        ([(0, 70), (10, 0), (20, 40)], 2.0, "the restart had counted nothing yet by second 10"),
-        ([(0, 40)], None, "one reading says nothing of a growth"),
-        ([], None, "no reading says nothing"),
-    ):
-        seen = rate(list(readings))
-        if expected is None:
-            if seen is not None:
-                raise Wrong(f"for the readings {readings} return None: {why}; yours returns {seen!r}")
-            continue
-        if seen is None:
-            raise Wrong(f"for the readings {readings} it is {expected:g} a second, and yours returns None. See: {why}.")
-        expect_close(seen, expected, f"for the readings {readings} the growth a second", hint=f"See: {why}.")
 
 
 # --- Lesson 4.4: communication hooks ---------------------------------------------------------------------------------

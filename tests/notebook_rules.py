@@ -28,10 +28,7 @@ ALLOWED_TO_RAISE: dict[tuple[str, str], str] = {}
 # (path from the root, cell id) -> why.
 TIMES_THAT_HOLD: dict[tuple[str, str], str] = {
     ("04-ray-in-production/01_failures.ipynb", "costs-compare"): "the upload that is timed sleeps as long",
-    ("04-ray-in-production/03_watching.ipynb", "same"): "a source sleeps in each step, and all ranks wait for it",
-    ("04-ray-in-production/03_watching.ipynb", "reveal"): "the drawn rank's source sleeps in each of these steps",
-    ("04-ray-in-production/03_watching.ipynb", "watch-80"): "the source that is timed sleeps as long",
-    ("04-ray-in-production/03_watching.ipynb", "repeats"): "the seconds are made up, from fixed seeds",
+    ("04-ray-in-production/03_watching.ipynb", "assert-network"): "every wait holds a sleep, and every reading another",
 }
 
 

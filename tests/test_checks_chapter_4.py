@@ -4,7 +4,6 @@ import math
 import os
 import re
 import statistics
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -193,115 +192,122 @@ test_4_2c = judge(checks.exercise_4_2c, [halving_epochs], [
 # --- 4.3: watching a run ----------------------------------------------------------------------------------------------
 
 
-def own_work(lines: list[dict], middle=statistics.median) -> dict:
-    works = {}
-    for line in lines:
-        works.setdefault(line["rank"], []).append(line["step_s"] - line["wait_s"])
-    return {rank: middle(work) for rank, work in works.items()}
+WATCHED_SEED = 3
 
 
-def straggler(lines, factor=1.3, middle=statistics.median, among_all=False):
-    own = own_work(lines, middle)
+@pytest.fixture(scope="module")
+def lines_of_watched_runs() -> dict[str, list[dict]]:
+    """What three real ranks wrote in the hidden runs of 4.3a."""
+    return chapter_4.watched_lines(WATCHED_SEED)
+
+
+@pytest.fixture
+def watched_before(lines_of_watched_runs, monkeypatch):
+    """Let the check find what the ranks have done already."""
+    monkeypatch.setattr(chapter_4, "watched_lines", lambda seed: lines_of_watched_runs)
+    monkeypatch.setattr(chapter_4.random.SystemRandom, "randrange", lambda self, limit: WATCHED_SEED)
+    return lambda answer: answer
+
+
+def by_rank(lines: list[dict], part: str, summary=statistics.median) -> dict[int, float]:
+    ranks = sorted({line["rank"] for line in lines})
+    return {rank: summary([line[part] for line in lines if line["rank"] == rank]) for rank in ranks}
+
+
+def diagnose(lines, summary=statistics.median, factor=1.5, absolute=False):
+    parts = {part: by_rank(lines, part, summary) for part in ("reading", "computing")}
+    own = {rank: sum(part[rank] for part in parts.values()) for rank in parts["reading"]}
     slowest = max(own, key=own.get)
-    others = [work for rank, work in own.items() if among_all or rank != slowest]
-    return slowest if own[slowest] > factor * statistics.median(others) else None
-
-
-def waits_longest(lines, factor=1.3):
-    waits = {rank: sum(line["wait_s"] for line in lines if line["rank"] == rank) for rank in own_work(lines)}
-    return max(waits, key=waits.get)
-
-
-def longest_step(lines, factor=1.3):
-    steps = {rank: sum(line["step_s"] for line in lines if line["rank"] == rank) for rank in own_work(lines)}
-    return max(steps, key=steps.get)
-
-
-def at_least(lines, factor=1.3):
-    own = own_work(lines)
-    slowest = max(own, key=own.get)
-    others = statistics.median(work for rank, work in own.items() if rank != slowest)
-    return slowest if own[slowest] >= factor * others - 1e-9 else None
-
-
-test_4_3a = judge(checks.exercise_4_3a, [straggler], [
-    (stub, "not done yet"),
-    (waits_longest, "it waits for the slow one"),
-    (longest_step, "its own work is 0.4 s a step"),
-    (lambda lines, factor=1.3: max(own_work(lines), key=own_work(lines).get), "nobody is a straggler"),
-    (lambda lines, factor=1.3: min(lines, key=lambda line: line["wait_s"])["rank"], "Somebody always waits least"),
-    (lambda *given: straggler(*given, middle=statistics.mean), "a median does not mind"),
-    (lambda lines, factor=1.3: straggler(lines, factor, among_all=True), "of two ranks the other one is the measure"),
-    (lambda lines, factor=1.3: straggler(lines), "mind `factor`"),
-    (at_least, "exactly `factor` times as much is not more"),
-    (lambda lines, factor=1.3: {"rank": 1}, "Return a rank, or None"),
-])  # fmt: skip
-
-
-def joined(pieces: list) -> list:
-    found = []
-    for start, end in sorted(pieces):
-        if found and start <= found[-1][1]:
-            found[-1][1] = max(found[-1][1], end)
-        else:
-            found.append([start, end])
-    return found
-
-
-def overlaps(computing, sending, least=0.0) -> float:
-    return sum(max(least, min(a[1], b[1]) - max(a[0], b[0])) for a in computing for b in sending)
-
-
-def joined_to_the_newest(pieces: list) -> list:
-    found = []
-    for start, end in sorted(pieces):
-        if found and start <= found[-1][1]:
-            found[-1][1] = end
-        else:
-            found.append([start, end])
-    return found
-
-
-def all_sent_where_computing_is_long(computing, sending):
-    return sum(end - start for start, end in joined(sending)) if computing[0][1] > 2 else 0
-
-
-test_4_3b = judge(checks.exercise_4_3b, [lambda *both: overlaps(*map(joined, both))], [
-    (stub, "not done yet"),
-    (overlaps, "1 to 3 lies in both pieces"),
-    (lambda *both: overlaps(*map(joined, both), least=-1e9), "nothing is less than nothing"),
-    (lambda computing, sending: overlaps(joined(computing), sending), "count that once"),
-    (lambda *both: overlaps(*map(joined_to_the_newest, both)), "pieces lie inside the first one"),
-    (lambda *both: min(sum(end - start for start, end in joined(pieces)) for pieces in both), "they never meet"),
-    (all_sent_where_computing_is_long, "only from 1.5 to 2"),
-    (lambda *both: None, "should be a number"),
-])  # fmt: skip
-
-
-def rate(readings, after_restart=lambda before, value: value):
-    if len(readings) < 2:
+    if own[slowest] <= factor * statistics.median(work for rank, work in own.items() if rank != slowest):
         return None
-    values = [value for _, value in readings]
-    grown = sum(value - old if value >= old else after_restart(old, value) for old, value in pairwise(values))
-    return grown / (readings[-1][0] - readings[0][0])
+
+    def excess(part):
+        usual = statistics.median(seconds for rank, seconds in parts[part].items() if rank != slowest)
+        return parts[part][slowest] - (not absolute) * usual
+
+    return slowest, max(parts, key=excess)
 
 
-def first_to_last(readings):
-    return (readings[-1][1] - readings[0][1]) / (readings[-1][0] - readings[0][0])
+def waits_longest(lines):
+    waits = by_rank(lines, "waiting")
+    return max(waits, key=waits.get), "reading"
 
 
-def every_ten_seconds(readings):
-    return rate([(10 * number, value) for number, (_, value) in enumerate(readings)])
+def waits_least(lines):
+    waits = by_rank(lines, "waiting")
+    slowest = min(waits, key=waits.get)
+    part = max(("reading", "computing"), key=lambda part: by_rank(lines, part)[slowest])
+    return slowest, part
 
 
-test_4_3c = judge(checks.exercise_4_3c, [rate], [
+def no_network(lines):
+    """Alarms wherever somebody waits long."""
+    return waits_least(lines) if max(by_rank(lines, "waiting").values()) > 0.2 else None
+
+
+def always_reading(lines):
+    found = diagnose(lines)
+    return found and (found[0], "reading")
+
+
+test_4_3a = judge(checks.exercise_4_3a, [diagnose, lambda lines: list(diagnose(lines) or []) or None], [
     (stub, "not done yet"),
-    (first_to_last, "then a restart and 30 more"),
-    (lambda readings: rate(readings, lambda before, value: 0), "then a restart and 30 more"),
-    (lambda readings: rate(readings, lambda before, value: before - value), "then a restart and 30 more"),
-    (every_ten_seconds, "the times between the readings differ"),
-    (lambda readings: rate(readings) or 0.0, "one reading says nothing"),
-    (lambda readings: None, "yours returns None"),
+    (waits_longest, re.compile(r"reads longer, by ten times a step.* Rank \d waits for rank \d")),
+    (waits_least, "How much longer is too much"),
+    (lambda lines: diagnose(lines, factor=0), "How much longer is too much"),
+    (lambda lines: diagnose(lines, summary=statistics.mean, factor=3), "does not change if a single one does"),
+    (lambda lines: diagnose(lines, summary=max, factor=4), "does not change if a single one does"),
+    (no_network, "No rank's own work is long"),
+    (lambda lines: diagnose(lines, absolute=True), re.compile(r"The rank is right\. What takes rank \d longer")),
+    (lambda lines: (diagnose(lines) or (0,))[0], "return None, or a rank and one of"),
+    (lambda lines: None, "Compare this rank's own work"),
+    (always_reading, re.compile(r"computes longer.* The rank is right")),
+], prepare="watched_before")  # fmt: skip
+
+
+def test_4_3a_draws_rank_and_part_and_its_runs_have_what_they_say(lines_of_watched_runs):
+    drawn = [chapter_4.watched_runs(seed) for seed in range(50)]
+    assert {runs["reads"][1] for runs in drawn} == {(rank, "reading") for rank in range(3)}
+    assert {runs["both"][1] for runs in drawn} == {(rank, "computing") for rank in range(3)}
+    for delays, *_, planted in chapter_4.watched_runs(WATCHED_SEED).values():
+        assert planted and all(len(delay) == 4 for delay in delays)
+    for name, (_, expected, _) in chapter_4.watched_runs(WATCHED_SEED).items():
+        lines = lines_of_watched_runs[name]
+        assert len(lines) == 3 * chapter_4.WATCHED_STEPS
+        if expected:
+            rank, part = expected
+            assert min(line[part] for line in lines if line["rank"] == rank) >= chapter_4.WATCHED_DELAY_S
+
+
+def own_work(lines: list[dict]) -> list[list[float]]:
+    """The ranks' own work in each step."""
+    steps, ranks = ({line[key] for line in lines} for key in ("step", "rank"))
+    found = {(line["step"], line["rank"]): line["reading"] + line["computing"] for line in lines}
+    return [[found[step, rank] for rank in sorted(ranks)] for step in sorted(steps)]
+
+
+def seconds_saved(lines, of_others=max, least=0.0, steps=lambda works: works):
+    works = steps(own_work(lines))
+    return {
+        rank: sum(max(least, each[rank] - of_others(each[:rank] + each[rank + 1 :])) for each in works)
+        for rank in range(len(works[0]))
+    }
+
+
+def medians_of_all_steps(works):
+    return [[statistics.median(rank) for rank in zip(*works, strict=True)]] * len(works)
+
+
+test_4_3b = judge(checks.exercise_4_3b, [seconds_saved], [
+    (stub, "not done yet"),
+    (lambda lines: seconds_saved(lines, of_others=statistics.mean), "the step ends when rank 1 has worked for 2 s"),
+    (lambda lines: seconds_saved(lines, of_others=min), "the step ends when rank 1 has worked for 2 s"),
+    (lambda lines: seconds_saved(lines, least=-9.0), "the step ends when rank 1 has worked for 2 s"),
+    (lambda lines: seconds_saved(lines, of_others=statistics.median_low), "the step ends when rank 1 has worked"),
+    (lambda lines: seconds_saved(lines, steps=medians_of_all_steps), "each rank holds up one step of the three"),
+    (lambda lines: seconds_saved(lines, steps=lambda works: works[:1]), "each rank holds up one step"),
+    (lambda lines: {rank: s for rank, s in seconds_saved(lines).items() if s}, "with each of the 3 ranks"),
+    (lambda lines: 3.0, "with each of the 3 ranks"),
 ])  # fmt: skip
 
 

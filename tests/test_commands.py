@@ -38,6 +38,8 @@ PAGES = {  # and the folder that its commands are run in
     "docs/scripts.md": ".",
     "docs/what-else.md": ".",
     "docs/communication.md": ".",
+    "docs/watching.md": ".",
+    "docs/regression-alarm.md": ".",
     "docs/slurm.md": ".",
     "TEACHING.md": ".",
     "CONTRIBUTING.md": ".",
@@ -650,6 +652,15 @@ RUN_BY = {
     r"sbatch .*ray\.sbatch .*": "tests/all/test_slurm_jobs.py::test_a_job_with_ray_computes_what_one_process_does",
     r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
     r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
+    r"python 04-ray-in-production/reporting_run\.py .*": (
+        "tests/all/test_reporting_run.py::test_ray_knows_the_processes_of_the_run_and_their_ranks"
+    ),
+    r"python benchmarks/check_regression\.py OLD NEW": (
+        "tests/all/test_check_regression.py::test_a_checkout_that_sleeps_in_each_step_raises_the_alarm"
+    ),
+    r"python benchmarks/alarm_on_noise\.py": (
+        "tests/all/test_check_regression.py::test_the_tables_of_the_page_are_those_of_the_program"
+    ),
     r"python elastic\.py .*": "tests/all/test_elastic.py::test_two_workers_one_and_two_again",
     r"python -m training\.local_training --set .*": "tests/test_program.py::test_a_file_of_one_s_own",
     r"python -m training\.distributed_training --set dataset\.kind=synthetic .*": (
@@ -688,6 +699,7 @@ NOT_RUN = {
     r"make wheelhouse": "needs a network, and 3 GB",
     r"(uv )?pip install -?-.*|uv venv .*": "needs a network; `make lab` and `make test` install the same files by it",
     r"pip install|ray (up|start|stop|symmetric-run)": "the mention of a command",
+    r"ray (timeline|logs|list actors|job (list|submit))": "the mention of a command",
     r"ray get-auth-token.*": "prints a secret of the machine that it is run on",
     r"source .*": "a shell's own; its file is what `make lab` makes",
     r"torchrun .* --nproc-per-node 8 .*": "needs eight GPUs and a download",

@@ -1,4 +1,4 @@
-"""Lesson 4.3: its dashboard for Grafana, its questions to Prometheus, its two ways to read a metric, event files."""
+"""docs/watching.md and its program: the dashboard for Grafana, the questions to Prometheus, metrics, event files."""
 
 import ast
 import json
@@ -6,18 +6,28 @@ import re
 import struct
 from pathlib import Path
 
-import pytest
 import ray
-from tensorboardX import SummaryWriter
+from notebook_rules import Notebook, definitions, fingerprint
 from tensorboardX.proto.event_pb2 import Event
-from watching import CELLS, DASHBOARD, alert_questions, lesson_questions, lesson_with_metrics, panel_questions, panels
+from watching import (
+    CHAPTER_4,
+    DASHBOARD,
+    alert_questions,
+    list_of_nodes,
+    page_questions,
+    panel_questions,
+    panels,
+    reporting_run,
+)
+
+PROGRAM = ast.parse(Path(reporting_run.__file__).read_text())
 
 
-def metrics_told() -> set[str]:
-    """The names under which Ray exports what the lesson's `teller` makes."""
+def metrics_reported() -> set[str]:
+    """The names under which Ray exports what `make_reporter` makes."""
     names = set()
     endings = {"Counter": ["_total"], "Gauge": [""], "Histogram": ["_bucket", "_count", "_sum"]}
-    for node in ast.walk(CELLS["tell"].python):
+    for node in ast.walk(PROGRAM):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in endings:
             names |= {f"ray_{node.args[0].value}{ending}" for ending in endings[ast.unparse(node.func)]}
     return names
@@ -29,21 +39,29 @@ def metrics_of_ray() -> set[str]:
     return set(re.findall(r"\bray_(?:node|train)_\w+", "".join(path.read_text() for path in folder.glob("*.py"))))
 
 
+def test_the_program_takes_the_times_as_lesson_4_3_teaches_it():
+    taught, here = {}, definitions(PROGRAM)
+    for cell in Notebook(CHAPTER_4 / "03_watching.ipynb").code:
+        taught |= definitions(cell.script)
+    for name in ("hand_over", "timed_step"):
+        assert fingerprint(taught[name]) == fingerprint(here[name]), name
+
+
 # --- Grafana's file, and PromQL --------------------------------------------------------------------------------------
 
 
 def test_every_metric_that_is_asked_for_is_exported():
-    known = metrics_told() | metrics_of_ray()
-    assert len(metrics_told()) == 7
-    for question in panel_questions() + lesson_questions() + alert_questions():
+    known = metrics_reported() | metrics_of_ray()
+    assert len(metrics_reported()) == 7
+    for question in panel_questions() + page_questions() + alert_questions():
         names = set(re.findall(r"\bray_\w+", question))
         assert names and names <= known, (question, names - known)
     in_panels = set(re.findall(r"\bray_training_\w+", " ".join(panel_questions())))
-    assert in_panels == metrics_told() - {"ray_training_step_seconds_sum", "ray_training_step_seconds_count"}
+    assert in_panels == metrics_reported() - {"ray_training_step_seconds_sum", "ray_training_step_seconds_count"}
 
 
 def test_no_question_uses_the_sum_of_a_histogram_which_ray_only_estimates():
-    assert "_sum" not in " ".join(panel_questions() + lesson_questions() + alert_questions())
+    assert "_sum" not in " ".join(panel_questions() + page_questions() + alert_questions())
 
 
 def test_the_dashboard_is_one_that_grafana_can_import():
@@ -70,19 +88,14 @@ def test_no_two_panels_of_the_dashboard_overlap():
         taken |= boxes
 
 
-# --- the way to read a metric without Prometheus (with it: tests/all/test_prometheus.py) -----------------------------
+# --- what the nodes serve (with Prometheus: tests/all/test_prometheus.py) --------------------------------------------
 
 
-@pytest.fixture
-def lesson(tmp_path):
-    with lesson_with_metrics(tmp_path) as names:
-        yield names
-
-
-def test_without_prometheus_a_reading_is_what_the_nodes_serve(lesson):
-    assert lesson["reading"]("ray_training_samples_total") == {"0": 64.0, "1": 128.0}
-    assert lesson["reading"]("ray_training_memory_bytes") == {"0": 1e9, "1": 1e9}
-    assert lesson["reading"]("ray_training_nothing") == {}
+def test_a_metric_is_read_by_rank_from_what_the_nodes_serve(tmp_path):
+    with list_of_nodes(tmp_path) as discovery:
+        assert reporting_run.served(discovery, "ray_training_samples_total") == {"0": 64.0, "1": 128.0}
+        assert reporting_run.served(discovery, "ray_training_memory_bytes") == {"0": 1e9, "1": 1e9}
+        assert reporting_run.served(discovery, "ray_training_nothing") == {}
 
 
 # --- event files -----------------------------------------------------------------------------------------------------
@@ -99,21 +112,15 @@ def scalars(path: Path) -> list[tuple]:
     return found
 
 
-def test_the_event_files_hold_the_lines_of_each_rank(tmp_path, capsys):
+def test_the_event_files_hold_the_lines_of_each_rank(tmp_path):
     lines = [
-        {"rank": rank, "step": step, "step_s": 0.5, "wait_s": 0.25 * rank, "loss": 1.0 / step, "time": 1e9 + step}
+        {"rank": rank, "step": step, "reading": 0.5, "waiting": 0.25 * rank, "loss": 1.0 / step, "time": 1e9 + step}
         for step in (1, 2, 4)
         for rank in (0, 1)
     ]
-
-    def lines_of(name: str) -> list[dict]:
-        return [line for line in lines if name == f"steps-{line['rank']}"]
-
-    names = {"FOLDER": tmp_path, "lines": lines_of, "SummaryWriter": SummaryWriter}
-    exec(compile(CELLS["tensorboard"].python, "tensorboard", "exec"), names)
-    assert capsys.readouterr().out.startswith("rank-0: ")
+    reporting_run.write_for_tensorboard(lines, tmp_path)
     for rank in (0, 1):
-        (path,) = (tmp_path / "tensorboard" / f"rank-{rank}").glob("events*")
+        (path,) = (tmp_path / f"rank-{rank}").glob("events*")
         expected = [(f"training/{key}", line["step"], line[key], line["time"])
-                    for line in lines_of(f"steps-{rank}") for key in ("step_s", "wait_s", "loss")]  # fmt: skip
+                    for line in lines if line["rank"] == rank for key in ("reading", "waiting", "loss")]  # fmt: skip
         assert scalars(path) == expected

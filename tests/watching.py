@@ -1,28 +1,23 @@
-"""What tests read of lesson 4.3: its cells, its questions to Prometheus, its alerts, and the dashboard's."""
+"""What tests read of docs/watching.md and its program: the questions to Prometheus, the alerts, and the dashboard's."""
 
-import ast
 import contextlib
 import http.server
 import json
 import re
-import subprocess
+import sys
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import yaml
-from notebook_rules import ROOT, Notebook, definitions
+from notebook_rules import ROOT
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
-from prometheus_client.parser import text_string_to_metric_families
 
-from shared.rendezvous import free_port
-
-LESSON = Notebook(ROOT / "04-ray-in-production/03_watching.ipynb")
-CELLS = {cell.raw["id"]: cell for cell in LESSON.cells}
-DASHBOARD = ROOT / "04-ray-in-production/program/deployment/grafana/training.json"
+CHAPTER_4 = ROOT / "04-ray-in-production"
+PAGE = (ROOT / "docs/watching.md").read_text()
+DASHBOARD = CHAPTER_4 / "program/deployment/grafana/training.json"
+sys.path.append(str(CHAPTER_4))
+import reporting_run  # noqa: E402
 
 
 def panels() -> list[dict]:
@@ -33,13 +28,14 @@ def panel_questions() -> list[str]:
     return [target["expr"] for panel in panels() for target in panel.get("targets", [])]
 
 
-def lesson_questions() -> list[str]:
-    (assigned,) = (node for node in CELLS["promql"].python.body if isinstance(node, ast.Assign))
-    return list(ast.literal_eval(assigned.value).values())
+def page_questions() -> list[str]:
+    """Those of the page's table, and those of the program."""
+    rows = re.findall(r"^\| [^|]+ \| `(.*ray_\w+.*)` \|$", PAGE, flags=re.MULTILINE)
+    return [*rows, *reporting_run.QUESTIONS.values()]
 
 
 def alerts() -> dict:
-    (text,) = re.findall(r"```yaml\n(.*?)```", CELLS["promql-saw"].source, flags=re.DOTALL)
+    (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     return yaml.safe_load(text)
 
 
@@ -73,23 +69,13 @@ def some_metrics() -> bytes:
 
 
 @contextlib.contextmanager
-def lesson_with_metrics(folder: Path) -> Iterator[dict[str, object]]:
-    """The lesson's functions, with a node that serves `some_metrics`."""
+def list_of_nodes(folder: Path) -> Iterator[Path]:
+    """A file as Ray writes it for Prometheus, with a node that serves `some_metrics`."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metrics)
     Metrics.page = some_metrics()
     threading.Thread(target=server.serve_forever, daemon=True).start()
     discovery = folder / "discovery.json"
     discovery.write_text(json.dumps([{"labels": {"job": "ray"}, "targets": [f"127.0.0.1:{server.server_port}"]}]))
-    ray_folder = folder / "ray"
-    ray_folder.mkdir()
-    names = {
-        "json": json, "Path": Path, "subprocess": subprocess, "urllib": urllib, "free_port": free_port,
-        "text_string_to_metric_families": text_string_to_metric_families, "discovery": discovery,
-        "ray_folder": type("Folder", (), {"name": str(ray_folder)}), "prometheus": None, "page": None,
-    }  # fmt: skip
-    for cell in ("scrape", "prometheus", "ask"):
-        wanted = list(definitions(CELLS[cell].python).values())
-        exec(compile(ast.Module(wanted, []), cell, "exec"), names)
-    yield names
+    yield discovery
     server.shutdown()
     server.server_close()

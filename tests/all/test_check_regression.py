@@ -67,6 +67,14 @@ def test_no_false_alarm_and_each_planted_slowdown_caught(check, kind):
         assert alarms == expected, (kind, planted)
 
 
+def test_the_tables_of_the_page_are_those_of_the_program(check):
+    import alarm_on_noise
+
+    page = (ROOT / "docs/regression-alarm.md").read_text()
+    for table in alarm_on_noise.tables(1000).split("\n\n"):
+        assert table in page, table
+
+
 # --- two checkouts ---------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -10,12 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from runs import ROOT
+from notebook_rules import Notebook
+from runs import LIMIT, ROOT
 from tables import table_rows
 
 from checks import machinery
 
 BENCHMARKS = ROOT / "benchmarks"
+OWN_NETWORK = ["unshare", "--user", "--map-root-user", "--net", "bash"]
 
 
 @pytest.fixture
@@ -92,6 +95,57 @@ def test_quick_run_writes_a_table_the_raw_numbers_and_a_figure(two_nodes, tmp_pa
     assert all(len(row) == len(header) == len(rule) for row in body)
     assert "goal 2%: reached" in page.replace("\n", " ") and "goal 1.2: " in page
     assert path.with_suffix(".svg").read_text().startswith("<?xml")
+
+
+THREE_NODES = """
+set -e
+ip link add bridge type bridge
+ip link set bridge up
+ip link set lo up
+nodes=
+for number in 0 1 2; do
+    setpriv --pdeathsig TERM unshare --net sleep infinity & node=$!
+    until [ "$(readlink /proc/$node/ns/net)" != "$(readlink /proc/self/ns/net)" ]; do sleep 0.01; done
+    ip link add port$number type veth peer name wire netns $node
+    ip link set port$number master bridge up
+    nsenter --net --target $node ip address add 10.45.0.$((number + 1))/24 dev wire
+    nsenter --net --target $node ip link set wire up
+    nsenter --net --target $node ip link set lo up
+    nodes="$nodes $node"
+done
+limit="tbf rate 50mbit burst 64kb latency 1s"  # of the last node, in both directions
+nsenter --net --target $node tc qdisc add dev wire root $limit
+tc qdisc add dev port2 root $limit
+
+export GLOO_SOCKET_IFNAME=wire
+meet="--nnodes 3 --master-addr 10.45.0.1 --master-port 29500 --nproc-per-node 1"
+number=0 agents=
+for node in $nodes; do
+    setpriv --pdeathsig TERM nsenter --net --target $node torchrun $meet --node-rank $number "$@" & agents="$agents $!"
+    number=$((number + 1))
+done
+for agent in $agents; do wait $agent; done
+kill $nodes
+"""
+
+
+def test_one_slow_link_makes_every_rank_wait(two_nodes, tmp_path, monkeypatch):
+    """Lesson 4.3: not only the rank behind the link waits, so its clocks show a slow network."""
+    lesson = ROOT / "04-ray-in-production"
+    monkeypatch.syspath_prepend(lesson)
+    import watched_ranks
+
+    (step,) = (cell.body for cell in Notebook(lesson / "03_watching.ipynb").code if cell.raw["id"] == "step")
+    (tmp_path / "step.py").write_text(step)
+    words = [lesson / "watched_ranks.py", tmp_path / "step.py", tmp_path, "7", "16", json.dumps(["one link", []])]
+    command = [*OWN_NETWORK, "-c", THREE_NODES, "bash", *words]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True, timeout=LIMIT)
+    assert done.returncode == 0, done.stderr
+    lines = watched_ranks.read_lines(tmp_path, "one link")
+    assert len(lines) == 3 * 16
+    for rank in range(3):  # 706,600 bytes have to pass the link, which takes 0.113 s less what the bucket lets through
+        assert statistics.median(line["waiting"] for line in lines if line["rank"] == rank) >= 0.08, lines
 
 
 LEVELS = """

@@ -1,4 +1,4 @@
-"""Lesson 4.3 with Prometheus: it takes every question, and reads what the lesson reads without it."""
+"""docs/watching.md with Prometheus: it takes every question, and reads what the nodes serve."""
 
 import shutil
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from watching import alerts, lesson_questions, lesson_with_metrics, panel_questions
+from watching import alerts, list_of_nodes, page_questions, panel_questions, reporting_run
 
 needs_prometheus = pytest.mark.skipif(not shutil.which("prometheus"), reason="Prometheus is not installed")
 needs_promtool = pytest.mark.skipif(not shutil.which("promtool"), reason="Prometheus is not installed")
@@ -29,7 +29,7 @@ def recorded(questions: list[str]) -> dict:
 
 @needs_promtool
 def test_promtool_accepts_every_question_and_alert(tmp_path):
-    questions = panel_questions() + lesson_questions()
+    questions = panel_questions() + page_questions()
     assert len(questions) >= 16
     for rules in (recorded(questions), alerts()):
         checked = check_rules(rules, tmp_path)
@@ -37,26 +37,22 @@ def test_promtool_accepts_every_question_and_alert(tmp_path):
     assert check_rules(recorded(["sum by rank (ray_training_samples_total)"]), tmp_path).returncode != 0
 
 
-@pytest.fixture
-def lesson(tmp_path):
-    with lesson_with_metrics(tmp_path) as names:
-        yield names
-
-
 @needs_prometheus
-def test_with_prometheus_a_reading_is_the_same(lesson):
-    process, lesson["page"] = lesson["start_prometheus"](shutil.which("prometheus"))
-    lesson["prometheus"] = process
-    try:
-        deadline = time.monotonic() + 60
-        while lesson["reading"]("ray_training_samples_total") != {"0": 64.0, "1": 128.0}:
-            assert process.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
-        assert lesson["reading"]("ray_training_nothing") == {}
-        for question in lesson_questions():
-            lesson["ask"](question)  # raises HTTPError for one that Prometheus refuses
-        with pytest.raises(urllib.error.HTTPError):
-            lesson["ask"]("sum by rank (ray_training_samples_total)")
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
+def test_with_prometheus_a_reading_is_the_same(tmp_path):
+    with list_of_nodes(tmp_path) as discovery:
+        process, address = reporting_run.start_prometheus(
+            shutil.which("prometheus"), discovery, tmp_path / "prometheus"
+        )
+        try:
+            deadline = time.monotonic() + 60
+            while reporting_run.asked(address, "ray_training_samples_total") != {"0": 64.0, "1": 128.0}:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.2)
+            assert reporting_run.asked(address, "ray_training_nothing") == {}
+            for question in page_questions():
+                reporting_run.ask(address, question)  # raises HTTPError for one that Prometheus refuses
+            with pytest.raises(urllib.error.HTTPError):
+                reporting_run.ask(address, "sum by rank (ray_training_samples_total)")
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
