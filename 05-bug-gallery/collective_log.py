@@ -8,8 +8,6 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from shared import plots
-
 
 class CollectiveLog:
     """The all-reduces of this rank in order, each as {"what", "sent", "result"}.
@@ -63,7 +61,9 @@ def draw(runs: Mapping[str, Sequence[Sequence[Mapping]]]) -> None:
 
     An all-reduce that is still without a partner has no line.
     """
-    import matplotlib.pyplot as plt
+    import matplotlib.pyplot as plt  # here, because the ranks that log do not draw
+
+    from shared import plots
 
     _, panels = plt.subplots(len(runs), 1, figsize=(7, 1.75 * len(runs)), sharex=True, layout="constrained")
     for axes, (title, ranks) in zip(panels, runs.items(), strict=True):
