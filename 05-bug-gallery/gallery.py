@@ -44,7 +44,7 @@ def train(model: torch.nn.Module, loader: DataLoader) -> dict:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            total += torch.tensor([loss.item() * len(labels), len(labels)])
+            total += torch.tensor([loss.item() * len(labels), len(labels)], dtype=torch.float64)
         summed, count = distributed.global_sum(total).tolist()
         losses.append(summed / count)
     return {"losses": losses, "steps": EPOCHS * len(loader)}
