@@ -253,17 +253,17 @@ def exhibit_08_fixed(worker, folder):
 # --- 9 ---------------------------------------------------------------------------------------------------------------
 
 
-def points(worker, step):
-    """Return eight points of the line y = 3 x, different ones for each rank and step."""
-    x = torch.randn(8, 1, generator=torch.Generator().manual_seed(10 * step + worker.rank)).double()
-    return x, 3 * x
+def points(worker, step, weights):
+    """Return eight x, different ones for each rank and step, and y = 3 x; of several x the sum counts."""
+    x = torch.randn(8, weights, generator=torch.Generator().manual_seed(10 * step + worker.rank)).double()
+    return x, 3 * x.sum(dim=1, keepdim=True)
 
 
-def exhibit_09_before(worker, folder):
-    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double())
+def exhibit_09_before(worker, folder, weights=1):
+    model = DistributedDataParallel(torch.nn.Linear(weights, 1, bias=False).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, 7):
-        x, y = points(worker, step)
+        x, y = points(worker, step, weights)
         loss = F.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -272,14 +272,14 @@ def exhibit_09_before(worker, folder):
             mean = distributed.global_sum(loss).item() / worker.world_size
             worker.log(f"step {step}: mean loss {mean:.3f}")
     dist.barrier()
-    return {"weight": model.module.weight.item()}
+    return {"weights": model.module.weight.flatten().tolist()}
 
 
-def exhibit_09_fixed(worker, folder):
-    model = DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double())
+def exhibit_09_fixed(worker, folder, weights=1):
+    model = DistributedDataParallel(torch.nn.Linear(weights, 1, bias=False).double())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(1, 7):
-        x, y = points(worker, step)
+        x, y = points(worker, step, weights)
         loss = F.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
@@ -289,7 +289,11 @@ def exhibit_09_fixed(worker, folder):
             if worker.rank == 0:
                 worker.log(f"step {step}: mean loss {mean:.3f}")
     dist.barrier()
-    return {"weight": model.module.weight.item()}
+    return {"weights": model.module.weight.flatten().tolist()}
+
+
+def exhibit_09_with_two_weights(worker, folder):
+    return exhibit_09_before(worker, folder, weights=2)
 
 
 # --- 10 --------------------------------------------------------------------------------------------------------------

@@ -159,7 +159,11 @@ SHARDED = GALLERY / "02_sharded_bugs.ipynb"
 STUB_5_2A = 'raise NotImplementedError("share the work, then delete this line")\n'
 EVERY_RANK_DOES_ALL = written(SHARDED, "share").replace(STUB_5_2A, "")
 SHARED = written(GALLERY / "solutions" / SHARDED.name, "share")
-ON_LOCAL_SLICES = EVERY_RANK_DOES_ALL.replace("parameter.grad.full_tensor()", "parameter.grad.to_local()")
+ON_LOCAL_SLICES = """
+def update(parameters, lr, orthogonalize):
+    for parameter in parameters:
+        parameter.to_local().sub_(lr * orthogonalize(parameter.grad.to_local()))
+"""
 ALL_ON_RANK_0 = SHARED.replace("number % dist.get_world_size()", "0")
 SENT_BY_ITS_OWNER_ALONE = SHARED.replace("        dist.broadcast(", "            dist.broadcast(")
 NOT_SENT = SHARED.replace("        dist.broadcast(whole, src=owner)\n", "")
