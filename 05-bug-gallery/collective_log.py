@@ -65,8 +65,10 @@ def draw(runs: Mapping[str, Sequence[Sequence[Mapping]]]) -> None:
 
     from shared import plots
 
-    _, panels = plt.subplots(len(runs), 1, figsize=(7, 1.75 * len(runs)), sharex=True, layout="constrained")
-    for axes, (title, ranks) in zip(panels, runs.items(), strict=True):
+    longest = max(len(events) for ranks in runs.values() for events in ranks)
+    size = (max(7, longest), 1.75 * len(runs))
+    _, panels = plt.subplots(len(runs), 1, figsize=size, sharex=True, squeeze=False, layout="constrained")
+    for axes, (title, ranks) in zip(panels[:, 0], runs.items(), strict=True):
         axes.set_title(title, loc="left", fontsize=11)
         for row, events in enumerate(ranks):
             steps = 0

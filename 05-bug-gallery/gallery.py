@@ -1,4 +1,5 @@
 """The exhibits of lesson 5.1: each as it was found, with a mistake (`..._before`), and without it (`..._fixed`).
+Some have a variant, which answers a prediction.
 
 run_gallery.py runs them on two ranks. An exhibit takes the rank's `Worker` and a folder of its own that both ranks see,
 and returns what the rank reports. Exhibits have no docstrings, because the lesson prints them and asks what is wrong.
@@ -34,8 +35,8 @@ def new_loader(worker: Worker, batch_size: int) -> DataLoader:
     return DataLoader(dataset, batch_size, sampler=sampler)
 
 
-def train(model: torch.nn.Module, loader: DataLoader) -> dict:
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05), []
+def train(model: torch.nn.Module, loader: DataLoader, weight_decay: float = 0.0) -> dict:
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=weight_decay), []
     for epoch in range(EPOCHS):
         loader.sampler.set_epoch(epoch)
         total = torch.zeros(2, dtype=torch.float64)
@@ -72,6 +73,10 @@ def exhibit_01_fixed(worker, folder):
     return train(DistributedDataParallel(new_model()), loader)
 
 
+def one_process():
+    return train(new_model(), new_loader(Worker(), batch_size=64))
+
+
 # --- 2 ---------------------------------------------------------------------------------------------------------------
 
 
@@ -101,24 +106,28 @@ def exhibit_02_fixed(worker, folder):
 
 
 def exhibit_03_before(worker, folder):
-    model, path = DistributedDataParallel(new_model()), folder / "weights.pt"
+    model, path = DistributedDataParallel(new_model(dropout=0.5)), folder / "weights.pt"
     train(model, new_loader(worker, 32))
     if worker.rank == 0:
         torch.save(model.state_dict(), path)
     distributed.wait_for_all()
-    loaded = new_model(seed=1)
+    loaded = new_model(dropout=0.5, seed=1)
     loaded.load_state_dict(torch.load(path), strict=False)
+    for each in (model, loaded):
+        each.eval()
     return {"trained": accuracy(model.module, val_images()), "loaded": accuracy(loaded, val_images())}
 
 
 def exhibit_03_fixed(worker, folder):
-    model, path = DistributedDataParallel(new_model()), folder / "weights.pt"
+    model, path = DistributedDataParallel(new_model(dropout=0.5)), folder / "weights.pt"
     train(model, new_loader(worker, 32))
     if worker.rank == 0:
         torch.save(model.module.state_dict(), path)
     distributed.wait_for_all()
-    loaded = new_model(seed=1)
+    loaded = new_model(dropout=0.5, seed=1)
     loaded.load_state_dict(torch.load(path))
+    for each in (model, loaded):
+        each.eval()
     return {"trained": accuracy(model.module, val_images()), "loaded": accuracy(loaded, val_images())}
 
 
@@ -131,6 +140,13 @@ def noisy_accuracy(model):
 
 def exhibit_04_before(worker, folder):
     distributed.seed_everything(SEED)
+    model = new_model()
+    train(DistributedDataParallel(model), new_loader(worker, 32))
+    return {"accuracies": [noisy_accuracy(model) for _ in range(200)]}
+
+
+def exhibit_04_variant(worker, folder):
+    distributed.seed_everything(SEED + worker.rank)
     model = new_model()
     train(DistributedDataParallel(model), new_loader(worker, 32))
     return {"accuracies": [noisy_accuracy(model) for _ in range(200)]}
@@ -185,22 +201,28 @@ def exhibit_05_fixed(worker, folder):
 # --- 6 ---------------------------------------------------------------------------------------------------------------
 
 
-def exhibit_06_before(worker, folder):
-    model = DistributedDataParallel(new_model())
+def exhibit_06_before(worker, folder, weight_decay=0.0):
+    model = DistributedDataParallel(new_model(dropout=0.5))
     if worker.rank == 0:  # one reader is enough for a file of pretrained weights
         with torch.no_grad():
             model.module.layers[1].bias.copy_(torch.linspace(-1, 1, 64))
-    losses = train(model, new_loader(worker, 32))["losses"]
+    losses = train(model, new_loader(worker, 32), weight_decay)["losses"]
+    model.eval()
     return {"model": model, "loss": losses[-1], "accuracy": accuracy(model.module, val_images())}
 
 
-def exhibit_06_fixed(worker, folder):
-    module = new_model()
+def exhibit_06_variant(worker, folder):
+    return exhibit_06_before(worker, folder, weight_decay=0.1)
+
+
+def exhibit_06_fixed(worker, folder, weight_decay=0.0):
+    module = new_model(dropout=0.5)
     if worker.rank == 0:  # one reader is enough for a file of pretrained weights
         with torch.no_grad():
             module.layers[1].bias.copy_(torch.linspace(-1, 1, 64))
     model = DistributedDataParallel(module)
-    losses = train(model, new_loader(worker, 32))["losses"]
+    losses = train(model, new_loader(worker, 32), weight_decay)["losses"]
+    model.eval()
     return {"model": model, "loss": losses[-1], "accuracy": accuracy(model.module, val_images())}
 
 
@@ -208,12 +230,12 @@ def exhibit_06_fixed(worker, folder):
 
 
 def ids_seen(worker):
-    """Return the ids of the samples that a rank has seen. Rank 1 reads the larger file, so it has seen more."""
+    """Return the ids of the samples that this rank has read. Rank 1 reads the larger file, so it has more."""
     return torch.arange(worker.rank, 100_000 + 18_000 * worker.rank, 2)
 
 
 def count_wrong_ids(saved):
-    """Return how many ids of a checkpoint are not the `rank + 2 * position` that its rank has saved."""
+    """Return how many ids are wrong. Those of a rank are `rank`, `rank + 2`, `rank + 4`, and so on."""
     return (saved["ids"] != saved["rank"] + 2 * torch.arange(len(saved["ids"]))).sum().item()
 
 
@@ -292,7 +314,7 @@ def exhibit_09_fixed(worker, folder, weights=1):
     return {"weights": model.module.weight.flatten().tolist()}
 
 
-def exhibit_09_with_two_weights(worker, folder):
+def exhibit_09_variant(worker, folder):
     return exhibit_09_before(worker, folder, weights=2)
 
 
@@ -307,7 +329,7 @@ def exhibit_10_before(worker, folder, num_images=641):
     for inputs, targets in loader:
         F.cross_entropy(model(inputs), targets).backward()
     dist.barrier()
-    return {"batches": len(loader), "images": len(loader.dataset)}
+    return {"images": len(loader.dataset)}
 
 
 def exhibit_10_fixed(worker, folder, num_images=641):
@@ -319,8 +341,8 @@ def exhibit_10_fixed(worker, folder, num_images=641):
         for inputs, targets in loader:
             F.cross_entropy(model(inputs), targets).backward()
     dist.barrier()
-    return {"batches": len(loader), "images": len(loader.dataset)}
+    return {"images": len(loader.dataset)}
 
 
-def exhibit_10_with_640_images(worker, folder):
+def exhibit_10_variant(worker, folder):
     return exhibit_10_before(worker, folder, num_images=640)
