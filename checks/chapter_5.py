@@ -117,3 +117,33 @@ def exercise_5_2a(script: str | Path) -> None:
         counts = [len(report["shapes"]) for report in reports]
         if max(counts) - min(counts) > 1:
             raise Wrong(f"{where} the ranks orthogonalize {counts[0]} and {counts[1]} matrices: share them evenly")
+
+
+SHAPES_5_2B = [[12, 4], [9, 8], [1, 6], [7, 5]]
+FACTORS_5_2B = {
+    "all": "Their change is one process's times one constant. Which single number is still that of a slice?",
+    "columns": "Each column has its own factor. Which statistic has a number per column, and over which rows is it?",
+    "rows": "Each row has its own factor. Does the statistic of a row need anything from the other rank?",
+    "none": "Which statistics should be equal on both ranks, and which should differ?",
+}
+
+
+@exercise("5.2b", "the ranks add up what belongs to the whole matrix, and no matrix travels.")
+def exercise_5_2b(script: str | Path) -> None:
+    """A file with update(weights, gradients, lr), which changes this rank's rows as Adafactor does on one process."""
+    refuse_stub(script)
+    limit = sum(columns + 10 for _, columns in SHAPES_5_2B)
+    of_ranks = reports_of_ranks("adafactor_on_slices", 2, str(script))
+    for step, reports in enumerate(zip(*of_ranks, strict=True), start=1):
+        for number, shape in enumerate(SHAPES_5_2B):
+            for rank, report in enumerate(reports):
+                matrix = report["matrices"][number]
+                where = f"in step {step}, the {matrix['rows']} rows of rank {rank} of the {shape} matrix"
+                if math.isnan(matrix["gap"]):
+                    raise Wrong(f"{where} are not finite. What is the mean of no rows, and what is their sum?")
+                if matrix["gap"] > 1e-9:
+                    raise Wrong(f"{where} are not those of one process. {FACTORS_5_2B[matrix['factor']]}")
+        for rank, report in enumerate(reports):
+            if report["numbers"] > limit:
+                hint = "The result is right. Now send sums, not rows."
+                raise Wrong(f"rank {rank} passes {report['numbers']} numbers to collectives, at most {limit}. {hint}")

@@ -183,3 +183,79 @@ test_5_2a = ON_RANKS.judge(
 def test_5_2a_rejects_the_stub(capsys, tmp_path):
     (tmp_path / "share.py").write_text(written(SHARDED, "share"))
     assert_rejects(checks.exercise_5_2a, tmp_path / "share.py", "not done yet", capsys)
+
+
+# --- 5.2b: what belongs to the whole matrix is added up ---------------------------------------------------------------
+
+STUB_5_2B = 'raise NotImplementedError("repair update, then delete this line")\n'
+OF_SLICES = written(SHARDED, "sums").replace(STUB_5_2B, "")
+SUMMED = written(GALLERY / "solutions" / SHARDED.name, "sums")
+SUMMED_ONE_BY_ONE = """
+import torch
+from shared import distributed
+
+def mean(values, dim=None):
+    count = torch.tensor(float(len(values) if dim == 0 else values.numel()))
+    return distributed.global_sum(values.sum() if dim is None else values.sum(dim)) / distributed.global_sum(count)
+
+def update(weights, gradients, lr):
+    for weight, gradient in zip(weights, gradients):
+        of_rows = gradient.square().mean(dim=1, keepdim=True)
+        change = gradient / (of_rows * mean(gradient.square(), dim=0) / mean(of_rows)).sqrt()
+        change /= max(1, mean(change.square()).sqrt())
+        weight -= lr * max(1e-3, mean(weight.square()).sqrt()) * change
+"""
+SIZE_OF_A_SLICE = SUMMED_ONE_BY_ONE.replace("mean(change.square())", "change.square().mean()")
+MEAN_OF_MEANS = """
+import torch
+import torch.distributed as dist
+
+def mean(values):
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+def update(weights, gradients, lr):
+    for weight, gradient in zip(weights, gradients):
+        squares = gradient.square()
+        of_rows = squares.mean(dim=1, keepdim=True)
+        change = gradient / (of_rows * mean(squares.mean(dim=0)) / mean(of_rows.mean())).sqrt()
+        change /= max(1, mean(change.square().mean()).sqrt())
+        weight -= lr * max(1e-3, mean(weight.square().mean()).sqrt()) * change
+"""
+ROWS_TOO = SUMMED_ONE_BY_ONE.replace(
+    "gradient.square().mean(dim=1, keepdim=True)", "mean(gradient.square(), dim=0).mean()"
+)
+GATHERED = """
+import torch
+from shared import distributed
+
+def update(weights, gradients, lr):
+    for weight, gradient in zip(weights, gradients):
+        whole, gradients_of_all = (torch.cat(distributed.gather_objects(each)) for each in (weight, gradient))
+        first = sum(distributed.gather_objects(len(weight))[: torch.distributed.get_rank()])
+        squares = gradients_of_all.square()
+        of_rows = squares.mean(dim=1, keepdim=True)
+        change = gradients_of_all / (of_rows * squares.mean(dim=0) / of_rows.mean()).sqrt()
+        change /= max(1, change.square().mean().sqrt())
+        change *= max(1e-3, whole.square().mean().sqrt())
+        weight -= lr * change[first : first + len(weight)]
+"""
+SKIPPED_WITHOUT_ROWS = SUMMED.replace(
+    "        squares, num_columns", "        if len(weight) == 0:\n            continue\n        squares, num_columns"
+)
+
+test_5_2b = ON_RANKS.judge(
+    checks.exercise_5_2b, 2, "adafactor_on_slices", "", {"summed": SUMMED, "one by one": SUMMED_ONE_BY_ONE}, {
+        "of slices": (OF_SLICES, "Each column has its own factor"),
+        "the change's size of a slice": (SIZE_OF_A_SLICE, "times one constant. Which single number"),
+        "mean of means": (MEAN_OF_MEANS, r"the 5 rows of rank 0 of the \[9, 8\] matrix"),
+        "rows too": (ROWS_TOO, "Each row has its own factor"),
+        "gathered": (GATHERED, "numbers to collectives, at most 63. The result is right"),
+        "skipped without rows": (SKIPPED_WITHOUT_ROWS, "same collectives, equally often|Did every rank call"),
+    },
+)  # fmt: skip
+
+
+def test_5_2b_rejects_the_stub(capsys, tmp_path):
+    (tmp_path / "sums.py").write_text(written(SHARDED, "sums"))
+    assert_rejects(checks.exercise_5_2b, tmp_path / "sums.py", "not done yet", capsys)
