@@ -188,8 +188,8 @@ def test_5_2a_rejects_the_stub(capsys, tmp_path):
 # --- 5.2b: what belongs to the whole matrix is added up ---------------------------------------------------------------
 
 STUB_5_2B = 'raise NotImplementedError("repair update, then delete this line")\n'
-OF_SLICES = written(SHARDED, "sums").replace(STUB_5_2B, "")
-SUMMED = written(GALLERY / "solutions" / SHARDED.name, "sums")
+OF_SLICES = written(SHARDED, "adafactor").replace(STUB_5_2B, "")
+SUMMED = written(GALLERY / "solutions" / SHARDED.name, "adafactor")
 SUMMED_ONE_BY_ONE = """
 import torch
 from shared import distributed
@@ -257,5 +257,5 @@ test_5_2b = ON_RANKS.judge(
 
 
 def test_5_2b_rejects_the_stub(capsys, tmp_path):
-    (tmp_path / "sums.py").write_text(written(SHARDED, "sums"))
-    assert_rejects(checks.exercise_5_2b, tmp_path / "sums.py", "not done yet", capsys)
+    (tmp_path / "adafactor.py").write_text(written(SHARDED, "adafactor"))
+    assert_rejects(checks.exercise_5_2b, tmp_path / "adafactor.py", "not done yet", capsys)
