@@ -121,9 +121,10 @@ def exercise_5_2a(script: str | Path) -> None:
 
 SHAPES_5_2B = [[12, 4], [9, 8], [1, 6], [7, 5]]
 FACTORS_5_2B = {
-    "all": "Their change is one process's times one constant. Which single number is still that of a slice?",
-    "columns": "Each column has its own factor. Which statistic has a number per column, and over which rows is it?",
-    "rows": "Each row has its own factor. Does the statistic of a row need anything from the other rank?",
+    "nothing": "They have not changed. Change the tensors in `weights` in place.",
+    "all": "All of their change is off by the same factor. Which single number is still that of a slice?",
+    "columns": "Each column of their change is off by its own factor. Which statistic has one number per column?",
+    "rows": "Each row of their change is off by its own factor. Does a row need anything from the other rank?",
     "none": "Which statistics should be equal on both ranks, and which should differ?",
 }
 

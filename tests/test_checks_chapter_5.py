@@ -246,10 +246,11 @@ SKIPPED_WITHOUT_ROWS = SUMMED.replace(
 
 test_5_2b = ON_RANKS.judge(
     checks.exercise_5_2b, 2, "adafactor_on_slices", "", {"summed": SUMMED, "one by one": SUMMED_ONE_BY_ONE}, {
-        "of slices": (OF_SLICES, "Each column has its own factor"),
-        "the change's size of a slice": (SIZE_OF_A_SLICE, "times one constant. Which single number"),
+        "of slices": (OF_SLICES, "Each column of their change is off by its own factor"),
+        "the change's size of a slice": (SIZE_OF_A_SLICE, "off by the same factor. Which single number"),
         "mean of means": (MEAN_OF_MEANS, r"the 5 rows of rank 0 of the \[9, 8\] matrix"),
-        "rows too": (ROWS_TOO, "Each row has its own factor"),
+        "rows too": (ROWS_TOO, "Each row of their change is off by its own factor"),
+        "not in place": (SUMMED.replace("weight -= lr", "weight = weight - lr"), "They have not changed"),
         "gathered": (GATHERED, "numbers to collectives, at most 63. The result is right"),
         "skipped without rows": (SKIPPED_WITHOUT_ROWS, "same collectives, equally often|Did every rank call"),
     },

@@ -48,7 +48,9 @@ def update_whole(weight: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 
 
 def factor(change: torch.Tensor, expected: torch.Tensor) -> str:
-    """Say in what a change is a multiple of the expected one: "all", "columns", "rows", or else "none"."""
+    """Say in what a change is a multiple of the expected one: "nothing", "all", "columns", "rows", or else "none"."""
+    if not change.any():
+        return "nothing"
     ratio = change / expected
     for name, same in (("all", ratio[:1, :1]), ("columns", ratio[:1]), ("rows", ratio[:, :1])):
         if ((ratio - same).abs() < 1e-6 * same.abs()).all():
