@@ -1,35 +1,41 @@
 """The exercise checks of chapter 5: the bug gallery."""
 
+import math
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
-from checks.machinery import Wrong, exercise, probe, refuse_stub, run_ranks
+from checks.machinery import Wrong, exercise, probe, refuse_stub, reports_of_ranks, run_ranks
 from shared import datasets, models, sampling
 
 
-@exercise("5.1a", "what must be equal is, and what must differ does.")
-def exercise_5_1a(suspicious: Callable[[dict, list, list], list[str]]) -> None:
-    """suspicious({name: a value of each rank}, equal, different) -> the sorted names of those that are wrong."""
-    for gathered, equal, different, why in (
-        ({"lr": [0.1, 0.1], "seed": [7, 8]}, ["lr"], ["seed"], "all is well"),
-        ({"lr": [0.1, 0.2], "seed": [7, 8]}, ["lr"], ["seed"], "the learning rates differ"),
-        ({"sum": [1.0, 1.0, 1.5], "lr": [0.1] * 3}, ["sum", "lr"], [], "the last of three ranks differs"),
-        ({"seed": [7, 8, 7]}, [], ["seed"], "ranks 0 and 2 have the same seed: any two count, not only neighbors"),
-        ({"ids": [[0, 2], [1], [1]], "n": [2, 1, 1]}, ["n"], ["ids"], "both, sorted by name; a value may be a list"),
-        ({"b": [1, 2], "a": [3, 3], "c": [5, 6]}, ["b"], ["a"], "nobody has asked for c"),
-    ):
-        call = f"suspicious({gathered}, {equal}, {different})"
-        wrong = [name for name in equal if any(value != gathered[name][0] for value in gathered[name])]
-        wrong += [name for name in different if any(gathered[name].count(value) > 1 for value in gathered[name])]
-        seen = suspicious({name: list(values) for name, values in gathered.items()}, list(equal), list(different))
-        if not isinstance(seen, list):
-            raise Wrong(f"{call} should be a list of names, and is {seen!r}")
-        if seen != sorted(wrong):
-            raise Wrong(f"{call} is {sorted(wrong)}; you say {seen}. See: {why}.")
+@exercise("5.1a", "all ranks leave out the same steps, and train as one process does.")
+def exercise_5_1a(script: str | Path) -> None:
+    """A file with train_epoch(ddp_model, batches, optimizer) -> how many steps all ranks have left out."""
+    refuse_stub(script)
+    question = "Does every rank take the same decision in each step, and call the same collectives for it?"
+    of_ranks = reports_of_ranks("damaged_batches", 2, str(script), question=question)
+    for reports in zip(*of_ranks, strict=False):  # a rank stops after the first case that goes wrong
+        case = reports[0]["case"]
+        named = [f"steps {', '.join(map(str, steps))}" if steps else "none" for steps in case]
+        where = f"with damaged batches in {named[0]} of rank 0 and {named[1]} of rank 1 (of steps 0 to 4),"
+        left_out = len({*case[0], *case[1]})
+        if any(report["ending"] != "returns" for report in reports):
+            raise Wrong(f"{where} one rank called a collective that the other never reached. {question}")
+        for rank, report in enumerate(reports):
+            if report["steps"] != 5 - left_out:
+                hint = "If one rank leaves a step out, what must the other do in this step?"
+                raise Wrong(f"{where} rank {rank} takes {report['steps']} steps, expected {5 - left_out}. {hint}")
+            if math.isnan(report["gap"]):
+                raise Wrong(f"{where} the weights of rank {rank} are not finite: a damaged gradient reached them")
+            if report["gap"] > 1e-9:
+                hint = "Which two gradients were averaged in each step?"
+                raise Wrong(f"{where} the weights of rank {rank} are {report['gap']:.1e} from one process's. {hint}")
+        for rank, report in enumerate(reports):
+            if report["returned"] != left_out:
+                raise Wrong(f"{where} rank {rank} returns {report['returned']}, and {left_out} steps were left out")
 
 
 def one_process() -> tuple[list[float], float]:
@@ -50,7 +56,7 @@ def one_process() -> tuple[list[float], float]:
     return losses, (model(images.double()).argmax(dim=1) == labels).double().mean().item()
 
 
-@exercise("5.1b", "five mistakes less: the losses of one process, and a checkpoint that loads.")
+@exercise("5.1b", "five mistakes fewer: the losses of one process, and a checkpoint that loads.")
 def exercise_5_1b(script: str | Path) -> None:
     """A script that trains on two ranks, prints losses and twice its accuracy, and writes its weights to argv[1]."""
     refuse_stub(script)
@@ -58,7 +64,7 @@ def exercise_5_1b(script: str | Path) -> None:
         path = Path(folder, "weights.pt")
         printed = run_ranks(probe("count_saves"), 2, str(script), str(path))
         if printed[1].strip().startswith(("loss", "accuracy")):
-            raise Wrong("rank 1 prints, too; one rank speaks for all")
+            raise Wrong("rank 1 prints too; one rank speaks for all")
         lines = [line.split() for line in printed[0].splitlines() if line.startswith(("loss ", "accuracy "))]
         losses = [float(line[1]) for line in lines if line[0] == "loss"]
         accuracies = [float(line[1]) for line in lines if line[0] == "accuracy"]
@@ -84,3 +90,61 @@ def exercise_5_1b(script: str | Path) -> None:
         if any(name.startswith("module.") for name in weights):
             raise Wrong(f"a bare model does not load the file: its keys begin with {next(iter(weights))!r}")
         models.MLP(input_dim=64, hidden_dim=64).load_state_dict(weights)
+
+
+SHAPES_5_2A = [[6, 4], [5, 8], [1, 4], [4, 4]]
+
+
+@exercise("5.2a", "each matrix is orthogonalized whole, on one rank, and every rank gets its rows.")
+def exercise_5_2a(script: str | Path) -> None:
+    """A file with update(parameters, lr, orthogonalize), which changes each rank's rows of each matrix."""
+    refuse_stub(script)
+    of_ranks = reports_of_ranks("shared_orthogonalization", 2, str(script))
+    for step, reports in enumerate(zip(*of_ranks, strict=True), start=1):
+        where = f"in step {step},"
+        for rank, report in enumerate(reports):
+            if parts := [shape for shape in report["shapes"] if shape not in SHAPES_5_2A]:
+                raise Wrong(f"{where} rank {rank} orthogonalizes a matrix of {parts[0]}, which is a part of one")
+        for shape, number in zip(SHAPES_5_2A, range(4), strict=True):
+            for rank, report in enumerate(reports):
+                if not report["gaps"][number] < 1e-9:
+                    hint = "Is it the update of the whole matrix? Are they the rows that this rank keeps?"
+                    raise Wrong(f"{where} the rows of rank {rank} of the {shape} matrix are not one process's. {hint}")
+            times = sum(report["shapes"].count(shape) for report in reports)
+            if times != 1:
+                hint = "The result is right. Now let one rank do it, and send it to the others."
+                raise Wrong(f"{where} the {shape} matrix is orthogonalized {times} times. {hint}")
+        counts = [len(report["shapes"]) for report in reports]
+        if max(counts) - min(counts) > 1:
+            raise Wrong(f"{where} the ranks orthogonalize {counts[0]} and {counts[1]} matrices: share them evenly")
+
+
+SHAPES_5_2B = [[12, 4], [9, 8], [1, 6], [7, 5]]
+FACTORS_5_2B = {
+    "nothing": "They have not changed. Change the tensors in `weights` in place.",
+    "all": "All of their change is off by the same factor. Which single number is still that of a slice?",
+    "columns": "Each column of their change is off by its own factor. Which statistic has one number per column?",
+    "rows": "Each row of their change is off by its own factor. Does a row need anything from the other rank?",
+    "none": "Which statistics should be equal on both ranks, and which should differ?",
+}
+
+
+@exercise("5.2b", "the ranks add up what belongs to the whole matrix, and no matrix travels.")
+def exercise_5_2b(script: str | Path) -> None:
+    """A file with update(weights, gradients, lr), which changes this rank's rows as Adafactor does on one process."""
+    refuse_stub(script)
+    limit = sum(columns + 10 for _, columns in SHAPES_5_2B)
+    of_ranks = reports_of_ranks("adafactor_on_slices", 2, str(script))
+    for step, reports in enumerate(zip(*of_ranks, strict=True), start=1):
+        for number, shape in enumerate(SHAPES_5_2B):
+            for rank, report in enumerate(reports):
+                matrix = report["matrices"][number]
+                where = f"in step {step}, the {matrix['rows']} rows of rank {rank} of the {shape} matrix"
+                if math.isnan(matrix["gap"]):
+                    raise Wrong(f"{where} are not finite. What is the mean of no rows, and what is their sum?")
+                if matrix["gap"] > 1e-9:
+                    raise Wrong(f"{where} are not those of one process. {FACTORS_5_2B[matrix['factor']]}")
+        for rank, report in enumerate(reports):
+            if report["numbers"] > limit:
+                hint = "The result is right. Now send sums, not rows."
+                raise Wrong(f"rank {rank} passes {report['numbers']} numbers to collectives, at most {limit}. {hint}")
