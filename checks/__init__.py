@@ -57,7 +57,6 @@ from checks.chapter_4 import (  # noqa: F401
     exercise_4_1b,
     exercise_4_2a,
     exercise_4_2b,
-    exercise_4_2c,
     exercise_4_3a,
     exercise_4_3b,
     exercise_4_4a,

@@ -1,5 +1,6 @@
 """The checks of chapter 4's exercises accept right answers, and reject the stub and plausible mistakes with help."""
 
+import importlib
 import math
 import os
 import re
@@ -91,102 +92,74 @@ test_4_1b = judge(checks.exercise_4_1b, [ask_every], [
 # --- 4.2: tuning ------------------------------------------------------------------------------------------------------
 
 
-def most_trials(cpus: float, per_trial: float, workers: int) -> int:
-    if per_trial + workers > cpus:
-        raise ValueError("too few CPUs")
-    return int((cpus - workers) // per_trial)
+NESTED = {
+    "one at a time": ({"CPU": 1.0}, 1), "two at a time": ({"CPU": 1.0}, 2), "a hundredth": ({"CPU": 0.01}, 4),
+    "half": ({"CPU": 0.5}, 4),
+}  # fmt: skip
 
 
-def without_error(cpus, per_trial, workers):
-    return int((cpus - workers) // per_trial)
+@pytest.fixture(scope="module")
+def nested_outcomes() -> list[tuple]:
+    """What really happens with each setting, all on one Ray; the check runs only two at a time."""
+    return list(zip(NESTED.values(), chapter_4.nested_searches(*NESTED.values()), strict=True))
 
 
-test_4_2a = judge(checks.exercise_4_2a, [most_trials, lambda *given: float(most_trials(*given))], [
+@pytest.fixture
+def nested_run_before(nested_outcomes, monkeypatch):
+    """Let the check find what the searches have done already."""
+
+    def find(*settings):
+        return [next(outcome for setting, outcome in nested_outcomes if setting == each) for each in settings]
+
+    monkeypatch.setattr(chapter_4, "nested_searches", find)
+    return lambda answer: answer
+
+
+test_4_2a = judge(checks.exercise_4_2a, [lambda: (1, {"CPU": 0.01})], [
     (stub, "not done yet"),
-    (lambda cpus, per_trial, workers: int(cpus // per_trial), "a deadlock"),
-    (lambda cpus, per_trial, workers: int(cpus // (per_trial + workers)), "It is enough if one can"),
-    (lambda cpus, per_trial, workers: (cpus - workers) / per_trial, "round down"),
-    (lambda cpus, per_trial, workers: math.ceil((cpus - workers) / per_trial), "a deadlock"),
-    (lambda cpus, per_trial, workers: int((cpus - workers) // per_trial) - 1, "With 4 trials 8 of 8 CPUs"),
-    (without_error, "raise a ValueError"),
-    (lambda *given: None, "should be a number of trials"),
+    (lambda: (2, {"CPU": 0.01}), "with the first fix, 2 trials at a time that hold 1 CPU each, 0 of 4 trials ended"),
+    (lambda: (1, {"CPU": 0.5}), "with the second fix, 4 trials at a time that hold 0.5 CPU each, 0 of 4 trials ended"),
+    (lambda: (1, {"CPU": 0}), "which Tune refuses"),
+    (lambda: (1, {"CPU": 0.01, "GPU": 1}), "and nothing else"),
+    (lambda: (0.5, {"CPU": 0.01}), "a whole number of trials"),
+    (lambda: 1, "yours is 1"),
+], prepare="nested_run_before")  # fmt: skip
+
+
+def test_4_2a_trials_hold_every_cpu_and_their_workers_wait(nested_outcomes):
+    (stuck,) = (outcome["stuck"] for setting, outcome in nested_outcomes if setting == NESTED["two at a time"])
+    assert stuck["free"] == 0
+    assert stuck["reservations"] == [[state, {"CPU": 1.0}] for state in ("CREATED", "CREATED", "PENDING", "PENDING")]
+
+
+def searched(rates=(0.03, 0.003, 0.01, 0.1, 0.2, 0.3), epochs=(12, 1, 1, 2, 4, 1), best=0.67) -> list[list[dict]]:
+    """The reports of a search whose first trial is the best."""
+    return [
+        [{"lr": lr, "epoch": epoch, "accuracy": best if number == 0 else 0.5} for epoch in range(1, last + 1)]
+        for number, (lr, last) in enumerate(zip(rates, epochs, strict=True))
+    ]
+
+
+test_4_2b = judge(checks.exercise_4_2b, [searched], [
+    (stub, "not done yet"),
+    (lambda: searched(epochs=(12,) * 6), "72 epochs, and 48 are allowed. Of 6 trials 0 were stopped early"),
+    (lambda: searched(rates=(0.03,), epochs=(12,)), "you tried 1 different rates"),
+    (lambda: searched(rates=(0.03, 0.02, 0.04, 0.05, 0.06, 0.07)), "a factor of 3.5"),
+    (lambda: searched(epochs=(4, 1, 1, 2, 12, 1)), "your best trial was stopped after epoch 4"),
+    (lambda: searched(best=0.61), "your best accuracy is 0.610; reach 0.66"),
+    (lambda: [rows[-1:] for rows in searched()], "was a report left out"),
+    (lambda: None, "return what run_search returns"),
 ])  # fmt: skip
 
 
-def schedule(rates: list, exploits: list, trial: int, step: int = 1) -> list:
-    found = []
-    for epoch in range(len(rates[trial]), 0, -1):
-        found.insert(0, rates[trial][epoch - 1])
-        for after, receiver, donor in exploits:
-            if (after, receiver) == (epoch - step, trial):
-                trial = donor
-                break
-    return found
-
-
-def one_after_the_other(rates, exploits, trial):
-    """As if of two exploits after the same epoch the first were done before the second."""
-    found = []
-    for epoch in range(len(rates[trial]), 0, -1):
-        found.insert(0, rates[trial][epoch - 1])
-        for after, receiver, donor in exploits:
-            if (after, receiver) == (epoch - 1, trial):
-                trial = donor
-    return found
-
-
-def only_the_last(rates, exploits, trial):
-    mine = [each for each in sorted(exploits) if each[1] == trial]
-    return rates[trial] if not mine else rates[mine[-1][2]][: mine[-1][0]] + rates[trial][mine[-1][0] :]
-
-
-def forwards(rates, exploits, trial):
-    found = list(rates[trial])
-    for epoch, receiver, donor in exploits:
-        if receiver == trial:
-            found[:epoch] = rates[donor][:epoch]
-    return found
-
-
-test_4_2b = judge(checks.exercise_4_2b, [schedule, lambda *given: tuple(schedule(*given))], [
-    (stub, "not done yet"),
-    (lambda rates, exploits, trial: rates[trial], "the rates of the trial, and not of its weights"),
-    (lambda *given: schedule(*given, step=0), "after epoch 2 trial 0 got the weights of trial 1"),
-    (only_the_last, "which had got them from trial 1"),
-    (forwards, "which had got them from trial 1"),
-    (one_after_the_other, "what trial 1 had before it received"),
-    (lambda *given: schedule(*given)[::-1], "The first epoch comes first"),
-    (lambda *given: schedule(*given)[1:], "a rate for each of 4 epochs"),
-    (lambda *given: None, "a list with a rate for each epoch"),
-])  # fmt: skip
-
-
-def halving_epochs(trials: int, grace: int, factor: int, longest: int, anew: bool = False, cut: bool = True) -> int:
-    total, reached, rung = 0, 0, min(grace, longest)
-    while True:
-        total += trials * (rung if anew else rung - reached)
-        if rung >= longest:
-            return total
-        trials, reached, rung = max(1, trials // factor), rung, rung * factor
-        rung = min(rung, longest) if cut else rung
-
-
-def to_none(trials, grace, factor, longest):
-    total, reached, rung = 0, 0, min(grace, longest)
-    while trials and reached < longest:
-        total += trials * (rung - reached)
-        trials, reached, rung = trials // factor, rung, min(rung * factor, longest)
-    return total
-
-
-test_4_2c = judge(checks.exercise_4_2c, [halving_epochs], [
-    (stub, "not done yet"),
-    (lambda *given: halving_epochs(*given, anew=True), "does not begin anew"),
-    (lambda trials, grace, factor, longest: trials * longest, "4 go on from epoch 1 to 2, 2 go on from epoch 2 to 4"),
-    (lambda *given: halving_epochs(*given, cut=False), "1 goes on from epoch 4 to 10"),
-    (to_none, "1 goes on from epoch 4 to 16"),
-    (lambda *given: None, "should be a number of epochs"),
-])  # fmt: skip
+def test_4_2_the_papers_rule_saves_epochs_where_rays_saves_none(monkeypatch):
+    """Lesson 4.2 shows it with twelve epochs. With eight trials, each better than all before it, Ray's takes 64."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "04-ray-in-production")
+    searches = importlib.import_module("searches")
+    flat = [[number] * 8 for number in range(8)]
+    assert list(searches.pause_and_promote(flat, range(8), 8).values()) == [1, 2, 4, 8, 8, 8, 8, 8]
+    assert sum(searches.pause_and_promote(flat, range(8)[::-1], 8).values()) == 20
+    assert sum(searches.pause_and_promote(flat, range(8), 8, grace_period=4).values()) == 4 + 7 * 8
 
 
 # --- 4.3: watching a run ----------------------------------------------------------------------------------------------

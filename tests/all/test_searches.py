@@ -1,19 +1,31 @@
-"""Chapter 4's searches run: one gets a SIGKILL and goes on, one diverges, and one trains each trial on two workers."""
+"""Chapter 4's searches run: killed and resumed, diverging, as a population, and with two workers for each trial."""
 
+import importlib
 import json
+import logging
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from program import SMALL, begin, options, reports, run
+import pytest
+import ray
+import training.tune as tuning
+from program import EXACT, SMALL, begin, options, reports, result, run
+from ray import tune
+from ray.tune.schedulers import PopulationBasedTraining
 from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
+from training.trainer import Trainer
+
+from shared import checkpoint, distributed
 
 SYNTHETIC = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=200", "training.batch_size=10")
-SEARCH = (*SMALL, "tuning.num_samples=4", "tuning.epochs=[2, 6]", "tuning.lr.lowest=1e-3", "tuning.lr.highest=3e-2")
+SEARCH = (*EXACT, "tuning.num_samples=4", "tuning.epochs=[2, 6]", "tuning.lr.lowest=1e-3", "tuning.lr.highest=3e-2")
 
 
 def finished(folder: Path) -> dict[Path, bytes]:
@@ -66,6 +78,12 @@ def test_a_search_is_killed_and_resumed_and_writes_its_winner(program, on_cluste
     assert 1e-3 <= written.training.lr <= 3e-2 and written.training.epochs in (2, 6)
     assert written.model.hidden_dim == 8  # and all that was not searched is as it was
 
+    run(program, tmp_path, "distributed_training", "--config-dir", "best", "--run-name", "winner")
+    (trial,) = [rows for rows in found.values() if rows[-1]["config"]["lr"] == written.training.lr]
+    epochs = result(tmp_path, "winner")["epochs"]
+    assert {line["world_size"] for line in epochs} == {2}
+    assert [line["val_accuracy"] for line in epochs] == [row["accuracy"] for row in trial]
+
     too_large = [*options(program, "large", *SEARCH, "tuning.resources_per_trial={CPU: 99}"), "--out", "none"]
     (tmp_path / "output").unlink()
     said = run(program, tmp_path, "tune", *too_large, code=2)
@@ -96,3 +114,109 @@ def test_a_trial_of_two_workers(on_cluster, tmp_path):
     line, best = [line for line in done.stdout.splitlines() if "  accuracy " in line]
     assert line.endswith("the best of 2  2 workers")
     assert best.endswith("best: " + line.removeprefix("[driver] ").removesuffix("  2 workers"))
+
+
+def resumable(after_epoch: Callable[[dict, bool, int], None]) -> Callable:
+    """Return a trial that reports checkpoints and continues from them.
+
+    It reports as `received` what a checkpoint is worth before it trains on it. after_epoch(values, resumed, epoch)
+    is called after each report.
+    """
+
+    def trial(values, config, splits):
+        extra = {"lr": values["lr"], "received": None}
+
+        def report(state, metrics):
+            line = {"accuracy": metrics["val_accuracy"], "epoch": metrics["epoch"], **extra}
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint.save_atomically(state, f"{folder}/state.pt")
+                tune.report(line, checkpoint=tune.Checkpoint.from_directory(folder))
+            extra["received"] = None
+
+        config = tuning.with_values(config, {"lr": values["lr"]})
+        trainer = Trainer(config, splits, distributed.Worker(), lambda *_, **__: None, report)
+        start = tune.get_checkpoint()
+        if start:
+            with start.as_directory() as folder:
+                trainer.restore(checkpoint.load(f"{folder}/state.pt"))
+            tuning.set_lr(trainer, values["lr"])  # the checkpoint has brought its own
+            extra["received"] = trainer.evaluate(splits.val)["accuracy"]
+        trainer.join()
+        while True:
+            trainer.train_epoch()
+            after_epoch(values, start is not None, trainer.progress.epoch)
+
+    return trial
+
+
+EPOCHS = 6
+
+
+@pytest.fixture
+def search(on_cluster, tmp_path, monkeypatch) -> Callable:
+    """Returns a function that searches from this process, and returns the results and the reports of each trial."""
+    monkeypatch.syspath_prepend(ROOT / "04-ray-in-production")
+    monkeypatch.setenv("RAY_AIR_NEW_OUTPUT", "0")
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
+    searches = importlib.import_module("searches")
+    config, splits = searches.load_task(tmp_path, seed=7)
+
+    def search(trial: Callable, space: dict, scheduler: object = None, max_failures: int = 0) -> tuple:
+        heard = searches.Reports()
+        run_config = tune.RunConfig(
+            name="search", storage_path=str(tmp_path), verbose=0, stop={"epoch": EPOCHS}, callbacks=[heard],
+            failure_config=tune.FailureConfig(max_failures=max_failures),
+        )  # fmt: skip
+        trainable = tune.with_resources(tune.with_parameters(trial, config=config, splits=splits), {"CPU": 1})
+        how = tune.TuneConfig(metric="accuracy", mode="max", reuse_actors=True, scheduler=scheduler)
+        results = tune.Tuner(trainable, param_space=space, tune_config=how, run_config=run_config).fit()
+        return results, heard.in_order()
+
+    ray.init(on_cluster, log_to_driver=False, logging_level=logging.ERROR)
+    yield search
+    ray.shutdown()
+
+
+def column(rows: list[dict], name: str) -> list:
+    return [row[name] for row in rows]
+
+
+def test_a_population_hands_over_its_checkpoints(search, tmp_path):
+    scheduler = PopulationBasedTraining(
+        time_attr="epoch", perturbation_interval=2, quantile_fraction=0.25, synch=True, perturbation_factors=(2, 0.5),
+        hyperparam_mutations={"lr": tune.loguniform(1e-3, 1e-1)},
+    )  # fmt: skip
+    rates = [0.0001, 0.0003, 0.001, 0.01]
+    _, members = search(resumable(lambda *_: None), {"lr": tune.grid_search(rates)}, scheduler)
+
+    donors = {}
+    for line in (tmp_path / "search/pbt_global.txt").read_text().splitlines():
+        receiver, donor, *epochs, _, _ = json.loads(line)
+        # The trial that reported last is logged one epoch early. Names begin with the trial's number.
+        donors[max(epochs), int(receiver.partition("_")[0])] = int(donor.partition("_")[0])
+    assert donors
+    checked = 0
+    for number, rows in enumerate(members):
+        assert column(rows, "epoch") == [*range(1, EPOCHS + 1)]
+        for row in rows:
+            if row["received"] is not None:
+                before = row["epoch"] - 1
+                assert row["received"] == members[donors.get((before, number), number)][before - 1]["accuracy"]
+                checked += (before, number) in donors
+    assert checked >= 1
+
+
+def test_a_trial_that_is_killed_continues_and_one_with_a_bug_ends(search):
+    def suffer(values, resumed, epoch):
+        if values["fate"] == "is killed" and not resumed and epoch == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if values["fate"] == "has a bug" and epoch >= 2:
+            raise KeyError("a bug")
+
+    fates = tune.grid_search(["is killed", "has a bug", "is left alone"])
+    results, (killed, bug, undisturbed) = search(resumable(suffer), {"lr": 0.03, "fate": fates}, max_failures=1)
+    assert column(killed, "epoch") == column(undisturbed, "epoch") == [*range(1, EPOCHS + 1)]
+    assert column(killed, "accuracy") == column(undisturbed, "accuracy")
+    assert len(set(column(killed, "pid"))) == 2
+    assert results.num_errors == 1 and "KeyError" in str(results.errors[0])
+    assert column(bug, "epoch") == [1, 2, 3]
