@@ -40,7 +40,8 @@ class Board:
         """Return whether every trial that has begun and not ended has waited for some seconds. It stays true."""
         states = self.states.values()
         waiting = [state for state in states if state == "waits"]
-        if not self.stuck and waiting and "trains" not in states and time.monotonic() - self.changed > STILL_S:
+        still = waiting and "trains" not in states and time.monotonic() - self.changed > STILL_S
+        if not self.stuck and still and ray.available_resources().get("CPU", 0) < 1:  # with more, Ray is only slow
             groups = placement_group_table().values()
             held = [[group["state"], bundle] for group in groups for bundle in group["bundles"].values()]
             held = sorted((each for each in held if each[0] != "REMOVED"), key=str)
