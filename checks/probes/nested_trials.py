@@ -15,6 +15,7 @@ import time
 
 os.environ["RAY_AIR_NEW_OUTPUT"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"  # trials that are stuck end with an error
 os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
 os.environ.pop("RAY_ADDRESS", None)
 
@@ -88,7 +89,7 @@ def search(resources: dict, max_concurrent_trials: int, folder: str) -> dict:
         tune.with_resources(tune.with_parameters(trial, board=board), resources),
         param_space={"lr": tune.grid_search([0.1 * number for number in range(1, TRIALS + 1)])},
         tune_config=tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=max_concurrent_trials),
-        run_config=tune.RunConfig(storage_path=folder, verbose=0),
+        run_config=tune.RunConfig(storage_path=folder, verbose=0, failure_config=tune.FailureConfig(fail_fast=True)),
     ).fit()
     return ray.get(board.outcome.remote())
 
@@ -104,7 +105,7 @@ def describe(outcome: dict) -> str:
 
 def main() -> None:
     settings, *out = sys.argv[1:]
-    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)  # trials that are stuck end with an error
+    logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
     ray.init("local", num_cpus=CPUS, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     with tempfile.TemporaryDirectory() as folder:
         outcomes = [search(**setting, folder=folder) for setting in json.loads(settings)]
