@@ -22,6 +22,7 @@ from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training.trainer import Trainer
 
+from checks import chapter_4
 from shared import checkpoint, distributed
 
 SYNTHETIC = ("dataset.kind=synthetic", "model.kind=mlp", "dataset.num_samples=200", "training.batch_size=10")
@@ -220,3 +221,11 @@ def test_a_trial_that_is_killed_continues_and_one_with_a_bug_ends(search):
     assert len(set(column(killed, "pid"))) == 2
     assert results.num_errors == 1 and "KeyError" in str(results.errors[0])
     assert column(bug, "epoch") == [1, 2, 3]
+
+
+def test_nested_trials_hold_the_cpus_that_their_workers_wait_for():
+    """Exercise 4.2a: with two trials that hold a CPU each, or four that hold half a CPU, no trial ends."""
+    outcomes = chapter_4.nested_searches(({"CPU": 1}, 2), ({"CPU": 0.5}, 4))
+    for outcome, (cpus, trials) in zip(outcomes, ((1.0, 2), (0.5, 4)), strict=True):
+        held = [["CREATED", {"CPU": cpus}]] * trials + [["PENDING", {"CPU": 1.0}]] * trials
+        assert outcome == {"ended": 0, "stuck": {"free": 0, "reservations": held}}
