@@ -1,13 +1,17 @@
-"""Provide what lesson 4.2's searches share: a small task, each trial's reports, the rule of ASHA's paper, a figure."""
+"""Provide what lesson 4.2's searches share: a small task, each trial's reports, the rule of ASHA's paper, figures."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
 from ray import tune
 from training import config as configuration
 from training import data
+from training.trainer import Trainer
+from training.tune import with_values
 
-from shared import plots
+from shared import distributed, plots
 
 CONFIG_FOLDER = Path(__file__).with_name("program") / "config"
 SMALL = (
@@ -23,6 +27,30 @@ def load_task(folder: Path, seed: int) -> tuple[configuration.Config, data.Split
     folders = (f"paths.processed_data_dir={folder}/data", f"paths.model_save_dir={folder}", f"paths.log_dir={folder}")
     config = configuration.load(CONFIG_FOLDER, [*SMALL, *folders, f"training.seed={seed}"])
     return config, data.load(config.dataset, data.prepare(config.dataset, f"{folder}/data", max_workers=1))
+
+
+def build_trainer(
+    config: configuration.Config, splits: data.Splits, values: dict, report: Callable[[dict], None]
+) -> Trainer:
+    """Return the program's trainer for one process. It calls report(metrics) at the end of each epoch.
+
+    values: what replaces the configuration's training section, such as {"lr": 0.01}.
+    """
+    alone, no_log = distributed.Worker(), lambda *message, **metrics: None
+    trainer = Trainer(with_values(config, values), splits, alone, no_log, lambda state, metrics: report(metrics))
+    trainer.join()
+    return trainer
+
+
+def train(config: configuration.Config, splits: data.Splits, lr: float, seed: int, epochs: int) -> list[float]:
+    """Train in this process, without Tune, and return the validation accuracy after each epoch."""
+    torch.set_num_threads(1)  # as in a trial
+    accuracies = []
+    values = {"lr": lr, "seed": seed}
+    trainer = build_trainer(config, splits, values, lambda metrics: accuracies.append(metrics["val_accuracy"]))
+    for _ in range(epochs):
+        trainer.train_epoch()
+    return accuracies
 
 
 class Reports(tune.Callback):
@@ -103,7 +131,7 @@ def draw_epochs(
                 axes.barh(place, epochs - len(rows), 0.64, **rest)
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 1}
                 label = {"ha": "center", "va": "center", "fontsize": 9, "color": color, "bbox": box}
-                axes.text((epochs + len(rows)) / 2, place, f"stopped; {accuracy:.2f} in the random search", **label)
+                axes.text((epochs + len(rows)) / 2, place, f"stopped ({accuracy:.2f} in section 1)", **label)
             elif not stopped:
                 reached = max(row["accuracy"] for row in rows)
                 axes.text(epochs + 0.15, place, f"{reached:.2f}", va="center", fontsize=9, color=color)
@@ -114,3 +142,13 @@ def draw_epochs(
         axes.set(xlabel="epochs; dotted: rungs", xlim=(0, epochs * 1.1))
         axes.spines[["top", "right"]].set_visible(False)
         axes.invert_yaxis()
+
+
+def draw_totals(totals: Sequence[int], kept: Sequence[bool], trials: int, epochs: int) -> None:
+    """Draw how many orders spend how many epochs: orders that keep the best trial at the bottom, the others on top."""
+    axes = plots.new_axes("Ray's ASHA, a thousand orders of the same trials", "epochs in total", "orders")
+    parts = [np.array(totals)[np.array(kept) == is_kept] for is_kept in (True, False)]
+    labels = ["the winner trains to its end", "the winner is stopped"]
+    bins, colors = range(trials, trials * epochs + 2, 2), [plots.COLORS[2], plots.COLORS[4]]
+    axes.hist(parts, bins=bins, stacked=True, color=colors, edgecolor="white", label=labels)
+    axes.legend(frameon=False)

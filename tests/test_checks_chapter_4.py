@@ -5,6 +5,7 @@ import math
 import os
 import re
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,32 +116,35 @@ def nested_run_before(monkeypatch):
 
 test_4_2a = judge(checks.exercise_4_2a, [lambda: (1, {"CPU": 0.01}), lambda: [1, {"CPU": 0.25}]], [
     (stub, "not done yet"),
-    (lambda: (2, {"CPU": 0.01}), "with the first fix, 2 trials at a time that hold 1 CPU each, 0 of 4 trials ended"),
-    (lambda: (1, {"CPU": 0.5}), "with the second fix, 4 trials at a time that hold 0.5 CPU each, 0 of 4 trials ended"),
-    (lambda: (1, {"CPU": 0}), "which Tune refuses"),
+    (lambda: (2, {"CPU": 0.01}), "the first fix, up to 2 trials at a time, each holding 1 CPUs, 0 of 4 trials ended"),
+    (lambda: (1, {"CPU": 0.5}), "the second fix, up to 4 trials at a time, each holding 0.5 CPUs, 0 of 4 trials ended"),
+    (lambda: (1, {"CPU": 0}), "choose more than 0 CPUs (Tune refuses 0)"),
     (lambda: (1, {"CPU": 0.01, "GPU": 1}), "and nothing else"),
     (lambda: (0.5, {"CPU": 0.01}), "a whole number of trials"),
     (lambda: 1, "yours is 1"),
 ], prepare="nested_run_before")  # fmt: skip
 
 
-def searched(rates=(0.03, 0.003, 0.01, 0.1, 0.2, 0.3), epochs=(12, 1, 1, 2, 4, 1), best=0.67) -> list[list[dict]]:
-    """The reports of a search whose first trial is the best."""
-    return [
-        [{"lr": lr, "epoch": epoch, "accuracy": best if number == 0 else 0.5} for epoch in range(1, last + 1)]
-        for number, (lr, last) in enumerate(zip(rates, epochs, strict=True))
-    ]
+def searched(epochs=(12, 1, 1, 2, 4, 1, 1, 1, 1, 1, 2, 1), best=0.67, left_out=0) -> Callable:
+    """A search whose first trial is the best, and which leaves out as many rates."""
+
+    def search(rates):
+        return [
+            [{"lr": lr, "epoch": epoch, "accuracy": best if number == 0 else 0.5} for epoch in range(1, last + 1)]
+            for number, (lr, last) in enumerate(zip(rates[left_out:], epochs, strict=False))
+        ]
+
+    return search
 
 
-test_4_2b = judge(checks.exercise_4_2b, [searched], [
+test_4_2b = judge(checks.exercise_4_2b, [searched()], [
     (stub, "not done yet"),
-    (lambda: searched(epochs=(12,) * 6), "72 epochs, and 48 are allowed. Of 6 trials 0 were stopped early"),
-    (lambda: searched(rates=(0.03,), epochs=(12,)), "you tried 1 different rates"),
-    (lambda: searched(rates=(0.03, 0.02, 0.04, 0.05, 0.06, 0.07)), "a factor of 3.5"),
-    (lambda: searched(epochs=(4, 1, 1, 2, 12, 1)), "your best trial was stopped after epoch 4"),
-    (lambda: searched(best=0.61), "your best accuracy is 0.610; reach 0.66"),
-    (lambda: [rows[-1:] for rows in searched()], "was a report left out"),
-    (lambda: None, "return what run_search returns"),
+    (searched(epochs=(12,) * 12), "144 epochs, and 48 are allowed. The trials trained, in your order: 12 12"),
+    (searched(left_out=4), "try each of the 12 rates once; yours were 0.007, 0.012"),
+    (searched(epochs=(4, 1, 1, 2, 12, 1, 1, 1, 1, 1, 1, 1)), "0.670, belongs to no trial that trained 12 epochs"),
+    (searched(best=0.61), "your best accuracy is 0.610; reach 0.65"),
+    (lambda rates: [rows[-1:] for rows in searched()(rates)], "was a report left out"),
+    (lambda rates: None, "return what run_search returns"),
 ])  # fmt: skip
 
 
