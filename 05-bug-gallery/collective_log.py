@@ -57,9 +57,9 @@ class CollectiveLog:
 
 
 def draw(runs: Mapping[str, Sequence[Sequence[Mapping]]]) -> None:
-    """Draw a panel for each run, by title: its ranks as rows, their all-reduces in order, pairs joined by a line.
+    """Draw a panel for each run, by title: its ranks as rows, their all-reduces in order.
 
-    An all-reduce that is still without a partner has no line.
+    A line joins those with the same place in the order and the same result, which have met.
     """
     import matplotlib.pyplot as plt  # here, because the ranks that log do not draw
 
@@ -79,8 +79,9 @@ def draw(runs: Mapping[str, Sequence[Sequence[Mapping]]]) -> None:
                     place, row, f"gradient {steps}" if is_gradient else event["what"], ha="center", va="center",
                     fontsize=9, color="white", bbox={"boxstyle": "round", "facecolor": plots.COLORS[not is_gradient]},
                 )  # fmt: skip
-        for place in range(1, min(map(len, ranks)) + 1):
-            axes.plot([place, place], [0.25, len(ranks) - 1.25], color="gray", linewidth=1)
+        for place, met in enumerate(zip(*ranks, strict=False), start=1):
+            if len({event["result"] for event in met}) == 1:  # to the last bit
+                axes.plot([place, place], [0.25, len(ranks) - 1.25], color="gray", linewidth=1)
         axes.set(xlim=(0.4, max(map(len, ranks)) + 0.6), ylim=(len(ranks) - 0.5, -0.5), xticks=[])
         axes.set_yticks(range(len(ranks)), [f"rank {rank}" for rank in range(len(ranks))])
         axes.spines[:].set_visible(False)

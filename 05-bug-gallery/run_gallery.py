@@ -3,9 +3,9 @@
     torchrun --standalone --nproc-per-node 2 run_gallery.py gallery FOLDER                    all that end
     torchrun --standalone --nproc-per-node 2 run_gallery.py gallery FOLDER exhibit_09_before  one of those that hang
 
-Two exhibits hold races, which at home come true now and then. Here `STAGE` fixes the order of events, so that they come
-true each time. Exhibits 9 and 10 also leave FOLDER/NAME-RANK.json: the collectives of the rank, and the calls that its
-main thread was in when it was last seen.
+Two exhibits hold races, which normally go wrong only now and then. Here `STAGE` fixes the order of events, so that they
+go wrong each time. Exhibits 9 and 10 also leave FOLDER/NAME-RANK.json: the collectives of the rank, and the calls that
+its main thread was in when it was last seen.
 """
 
 import importlib

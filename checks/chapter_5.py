@@ -56,7 +56,7 @@ def one_process() -> tuple[list[float], float]:
     return losses, (model(images.double()).argmax(dim=1) == labels).double().mean().item()
 
 
-@exercise("5.1b", "five mistakes fewer: the losses of one process, and a checkpoint that loads.")
+@exercise("5.1b", "all five mistakes are gone: the losses are those of one process, and the checkpoint loads.")
 def exercise_5_1b(script: str | Path) -> None:
     """A script that trains on two ranks, prints losses and twice its accuracy, and writes its weights to argv[1]."""
     refuse_stub(script)
@@ -71,7 +71,7 @@ def exercise_5_1b(script: str | Path) -> None:
         expected, accuracy = one_process()
         if len(losses) != len(expected):
             raise Wrong(
-                f"an epoch has {len(losses)} steps, and {len(expected)} with a global batch of 64: "
+                f"an epoch has {len(losses)} steps, and would have {len(expected)} with a global batch of 64: "
                 "how many samples does a step see, over both ranks?"
             )
         apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))

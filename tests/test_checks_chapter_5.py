@@ -130,7 +130,7 @@ def with_the_wrapper(printed, weights):
 
 
 test_5_1b = judge(checks.exercise_5_1b, [unchanged], [
-    (half_the_steps, "an epoch has 10 steps, and 20"),
+    (half_the_steps, "an epoch has 10 steps, and would have 20"),
     (another_accuracy, "What is still switched on?"),
     (own_losses, "is each the mean over all ranks?"),
     (both_print, "rank 1 prints too"),
