@@ -1,5 +1,6 @@
 """The checks of chapter 4's exercises accept right answers, and reject the stub and plausible mistakes with help."""
 
+import dataclasses
 import importlib
 import math
 import os
@@ -14,6 +15,7 @@ from answers import OnRanks, assert_rejects, judge, stub, written
 import checks
 from checks import chapter_4
 from checks.probes import hidden_failures as hidden
+from checks.rescue import Rescued
 
 ON_RANKS = OnRanks({2: ()})
 launched, run_before = ON_RANKS.fixtures()
@@ -356,82 +358,32 @@ test_4_4b = ON_RANKS.judge(
 # --- 4.5: onto a cluster ----------------------------------------------------------------------------------------------
 
 
-def on_one(node, worker):
-    return int(min(node.get(name, 0) // amount for name, amount in worker.items()))
+RESCUED = Rescued("b", "b", ["rank 0 on machine a continues after step 8"], {20: 1.0}, {20: 1.0}, 8)
 
 
-def workers_on(nodes, worker):
-    return sum(on_one(node, worker) for node in nodes)
+@pytest.fixture
+def rescued_before(monkeypatch):
+    """Let the check find what the answer returns, instead of trying it on machines: tests/all/test_rescue.py does."""
+    monkeypatch.setattr(chapter_4, "tried_on_machines", lambda answer: answer())
+    return lambda answer: answer
 
 
-def room(nodes, worker):
-    workers = workers_on(nodes, worker)
-    return workers, sum(node.get("CPU", 0) for node in nodes) - workers * worker.get("CPU", 0)
+def rescued(**changes):
+    return lambda: dataclasses.replace(RESCUED, **changes)
 
 
-def added_up(nodes, worker):
-    total = {name: sum(node.get(name, 0) for node in nodes) for node in nodes for name in node}
-    workers = on_one(total, worker)
-    return workers, total["CPU"] - workers * worker.get("CPU", 0)
-
-
-def by_cpus_alone(nodes, worker):
-    return room(nodes, {"CPU": worker.get("CPU", 1)})
-
-
-def with_brackets(nodes, worker):
-    return sum(min(node[name] // worker[name] for name in worker) for node in nodes), 12
-
-
-test_4_5a = judge(checks.exercise_4_5a, [room], [
+test_4_5a = judge(checks.exercise_4_5a, [rescued()], [
     (stub, "not done yet"),
-    (added_up, "a worker lies on one node"),
-    (by_cpus_alone, "one GPU on each of two nodes"),
-    (with_brackets, "`.get` says 0"),
-    (lambda nodes, worker: (workers_on(nodes, worker), 16), "The workers are right; they hold 4 CPUs"),
-    (workers_on, "should be (workers, cpus_left)"),
-])  # fmt: skip
-
-
-def nodes_for(workers, worker, node, minimum, maximum):
-    if not on_one(node, worker) or workers > maximum * on_one(node, worker):
-        raise ValueError("they never start")
-    return max(minimum, math.ceil(workers / on_one(node, worker)))
-
-
-def divides_by_zero(workers, worker, node, minimum, maximum):
-    needed = math.ceil(workers / on_one(node, worker))
-    if needed > maximum:
-        raise ValueError("too many")
-    return max(minimum, needed)
-
-
-def waits_for_ever(workers, worker, node, minimum, maximum):
-    return max(minimum, math.ceil(workers / max(1, on_one(node, worker))))
-
-
-def without_minimum(workers, worker, node, minimum, maximum):
-    return nodes_for(workers, worker, node, 0, maximum)
-
-
-def rounded_down(workers, worker, node, minimum, maximum):
-    return max(minimum, workers // on_one(node, worker))
-
-
-def too_strict(workers, worker, node, minimum, maximum):
-    if workers >= maximum * on_one(node, worker):
-        raise ValueError("full")
-    return nodes_for(workers, worker, node, minimum, maximum)
-
-
-test_4_5b = judge(checks.exercise_4_5b, [nodes_for], [
-    (stub, "not done yet"),
-    (divides_by_zero, "raise a ValueError that says so"),
-    (waits_for_ever, "this waits for ever"),
-    (without_minimum, "never fewer than 3"),
-    (rounded_down, "2 of these workers go on one node, so 5 need 3"),
-    (too_strict, "the workers do fit"),
-])  # fmt: skip
+    (rescued(named="a"), "which answer differs from both others"),
+    (rescued(lines=["python: can't open file 'train.py'"]), "has to travel with the command"),
+    (rescued(lines=["ModuleNotFoundError: No module named 'shared'"]), "what else sends code"),
+    (rescued(lines=["The worker group startup timed out after 60.0 seconds"]), "How many CPUs are left"),
+    (rescued(lines=["ValueError: 3"]), "Its last line: ValueError: 3"),
+    (rescued(lines=["rank 0 on machine b continues after step 8"]), "keeps it away"),
+    (rescued(lines=["rank 0 on machine a continues after step 0"]), "Where is newest.pt"),
+    (rescued(losses={19: 1.0}), "the last step should be 20, and is 19"),
+    (rescued(losses={20: 1.1}), "1.0e-01 from those of one process"),
+], prepare="rescued_before")  # fmt: skip
 
 
 def survives(path, mounts):
@@ -439,7 +391,7 @@ def survives(path, mounts):
     return inside or path.startswith(("s3://", "gs://"))
 
 
-test_4_5c = judge(checks.exercise_4_5c, [survives], [
+test_4_5b = judge(checks.exercise_4_5b, [survives], [
     (stub, "not done yet"),
     (lambda path, mounts: path.startswith(tuple(mounts)), "a bucket belongs to no node"),
     (lambda path, mounts: path.startswith((*mounts, "s3:", "gs:")), "it begins with the letters"),

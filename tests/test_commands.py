@@ -40,6 +40,8 @@ PAGES = {  # and the folder that its commands are run in
     "docs/communication.md": ".",
     "docs/watching.md": ".",
     "docs/regression-alarm.md": ".",
+    "docs/cluster.md": PROGRAM,
+    "docs/troubles.md": ".",
     "docs/slurm.md": ".",
     "TEACHING.md": ".",
     "CONTRIBUTING.md": ".",
@@ -650,8 +652,14 @@ RUN_BY = {
         "tests/all/test_slurm_jobs.py::test_a_job_with_torchrun_is_requeued_and_ends_like_one_process"
     ),
     r"sbatch .*ray\.sbatch .*": "tests/all/test_slurm_jobs.py::test_a_job_with_ray_computes_what_one_process_does",
-    r"ray job submit .*": "04-ray-in-production/05_onto_a_cluster.ipynb",
-    r"ray status": "04-ray-in-production/05_onto_a_cluster.ipynb",
+    r"ray job submit .*": "tests/all/test_troubleshooting.py::test_a_job_without_its_folder_and_with_it",
+    r"ray start --head": "tests/all/test_troubleshooting.py::test_a_head_whose_port_for_clients_is_taken",
+    r"ray start --address=.*": (
+        "tests/all/test_troubleshooting.py::test_a_node_tries_for_minutes_where_nobody_listens"
+    ),
+    r"ray status": (
+        "tests/all/test_troubleshooting.py::test_a_fit_that_asks_for_too_much_waits_and_where_its_files_are"
+    ),
     r"python 04-ray-in-production/reporting_run\.py .*": (
         "tests/all/test_reporting_run.py::test_ray_knows_the_processes_of_the_run_and_their_ranks"
     ),
@@ -698,7 +706,7 @@ NOT_RUN = {
     r"make lint|make hooks": "for those who commit, not for learners",
     r"make wheelhouse": "needs a network, and 3 GB",
     r"(uv )?pip install -?-.*|uv venv .*": "needs a network; `make lab` and `make test` install the same files by it",
-    r"pip install|ray (up|start|stop|symmetric-run)": "the mention of a command",
+    r"pip install|ray (up|down|start|stop|symmetric-run)": "the mention of a command",
     r"ray (timeline|logs|list actors|job (list|submit))": "the mention of a command",
     r"ray get-auth-token.*": "prints a secret of the machine that it is run on",
     r"source .*": "a shell's own; its file is what `make lab` makes",

@@ -1,6 +1,5 @@
-"""The guide to troubles of lesson 4.5: what one machine can cause is caused here, has its words, and is then mended."""
+"""docs/troubles.md: what one machine can cause is caused here, has the page's words, and is then mended."""
 
-import json
 import os
 import re
 import shlex
@@ -20,14 +19,13 @@ from runs import LIMIT, ROOT, TORCHRUN
 
 from shared.rendezvous import free_port
 
-LESSON = json.loads((ROOT / "04-ray-in-production/05_onto_a_cluster.ipynb").read_text())["cells"]
-ROWS = [line for cell in LESSON for line in "".join(cell["source"]).splitlines() if line.startswith("| ")]
+ROWS = [line for line in (ROOT / "docs/troubles.md").read_text().splitlines() if line.startswith("| ")]
 SYMPTOMS = [words for row in ROWS for words in re.findall("`([^`]+)`", row)]
 
 
 def quoted(words: str) -> str:
-    """These words, which the lesson's table has too, as code: what it leaves open there is not among them."""
-    assert any(words in symptom for symptom in SYMPTOMS), f"lesson 4.5 does not say {words}"
+    """These words, which the page's table has too, as code: what it leaves open there is not among them."""
+    assert any(words in symptom for symptom in SYMPTOMS), f"docs/troubles.md does not say {words}"
     return words
 
 
@@ -204,6 +202,42 @@ def test_a_fit_that_asks_for_too_much_waits_and_where_its_files_are(cluster, nod
     (workers_folder,) = re.findall("worker's folder: (.*)", said)
     assert not list(tmp_path.glob("relative-*")) and len(list(tmp_path.glob("absolute-*"))) == 2
     assert Path(workers_folder).is_relative_to(cluster["RAY_TMPDIR"])  # goes with the cluster, or with its machine
+
+
+def test_a_job_without_its_folder_and_with_it(cluster, nodes, tmp_path):
+    script(tmp_path / "train.py", "print('trained')\nopen('relative.txt', 'w').close()\n")
+    submit = (sys.executable, "-m", "ray.scripts.scripts", "job", "submit")
+    said = run(*submit, "--", sys.executable, "train.py", ok=False, cwd=tmp_path, **cluster)
+    assert quoted("python: can't open file").partition(": ")[2] in said
+    assert "trained" in run(*submit, "--working-dir", tmp_path, "--", sys.executable, "train.py", **cluster)
+    assert not (tmp_path / "relative.txt").exists() and list(Path(cluster["RAY_TMPDIR"]).rglob("relative.txt"))
+
+
+PLACE = """
+    import ray
+    from ray.util.placement_group import placement_group, placement_group_table
+
+    ray.init(log_to_driver=False)
+    for strategy, patience in ("PACK", 60), ("STRICT_SPREAD", 60), ("STRICT_PACK", 3):
+        group = placement_group([{"CPU": 1}] * 2, strategy=strategy)
+        ready = group.wait(patience)
+        nodes = set(placement_group_table(group)["bundles_to_node_id"].values()) if ready else ()
+        print(strategy, "waits" if not ready else f"on {len(nodes)} nodes")
+        ray.util.remove_placement_group(group)
+
+    @ray.remote(num_cpus=0)
+    def where():
+        return ray.get_runtime_context().get_node_id()
+
+    near = next(node["NodeID"] for node in ray.nodes() if "near" in node["Resources"])
+    print("resource near:", ray.get(where.options(resources={"near": 0.1}).remote()) == near)
+"""
+
+
+def test_two_bundles_pack_where_they_can_and_strict_pack_waits(cluster, nodes, tmp_path):
+    said = run(sys.executable, script(tmp_path / "place.py", PLACE), **cluster)  # two nodes with one CPU each
+    for line in ("PACK on 2 nodes", "STRICT_SPREAD on 2 nodes", "STRICT_PACK waits", "resource near: True"):
+        assert line in said.splitlines(), said
 
 
 # --- what a worker does not have -------------------------------------------------------------------------------------
