@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import shutil
+import site
 import sys
 import tempfile
 import time
@@ -90,12 +91,12 @@ class Machines:
         clock_wrong_by_s: what its clock shows too much. package: the name and version that pip has recorded there for
         one of its packages.
         """
-        site = self.folder / name / "site"
+        packages = self.folder / name / "site"
         self.home(name).mkdir(parents=True)
-        site.mkdir()
-        (site / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        packages.mkdir()
+        (packages / "sitecustomize.py").write_text(SITECUSTOMIZE)
         if package:
-            record = site / f"{package[0]}-{package[1]}.dist-info"
+            record = packages / f"{package[0]}-{package[1]}.dist-info"
             record.mkdir()
             (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package[0]}\nVersion: {package[1]}\n")
         if self.token:  # its owner has copied it there, to the place where Ray looks
@@ -110,7 +111,8 @@ class Machines:
         hidden += [f"--dashboard-agent-listen-port={free_port()}", f"--object-store-memory={100 * 2**20}"]
         hidden += self.hidden_options if head else []
         variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-        variables |= {"HOME": str(self.home(name)), "PYTHONPATH": str(site), "MACHINE": name}
+        variables |= {"HOME": str(self.home(name)), "PYTHONPATH": str(packages), "MACHINE": name}
+        variables |= {"PYTHONUSERBASE": site.getuserbase()}  # by default it is in the home folder
         variables |= {"CLOCK_IS_WRONG_BY_S": str(clock_wrong_by_s)} if clock_wrong_by_s else {}
         variables |= {"RAY_AUTH_MODE": "token" if self.token else "disabled"}
         variables |= {"DASHBOARD_METRIC_PORT": str(free_port()), "AUTOSCALER_METRIC_PORT": str(free_port())}
