@@ -72,7 +72,7 @@ def pause_and_promote(
 ) -> dict[int, int]:
     """Return the epochs that each trial gets by the rule of ASHA's paper, with one trial at a time and a factor of 2.
 
-    curves: the accuracy of each trial after each epoch. order: the numbers of the trials, in which they start.
+    curves: the accuracy of each trial after each epoch. order: the numbers of the trials as they start.
     A trial pauses at each rung. It continues once it is in the better half of all trials that have reached this rung.
     Source: Li et al. 2018, arXiv:1810.05934, algorithm 2.
     """
@@ -145,7 +145,7 @@ def draw_epochs(
 
 
 def draw_totals(totals: Sequence[int], kept: Sequence[bool], trials: int, epochs: int) -> None:
-    """Draw how many orders spend how many epochs: orders that keep the best trial at the bottom, the others on top."""
+    """Draw a histogram of the orders' epochs: at the bottom the orders that keep the best trial, on top the others."""
     axes = plots.new_axes("Ray's ASHA, a thousand orders of the same trials", "epochs in total", "orders")
     parts = [np.array(totals)[np.array(kept) == is_kept] for is_kept in (True, False)]
     labels = ["the winner trains to its end", "the winner is stopped"]

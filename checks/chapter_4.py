@@ -179,7 +179,7 @@ def nested_searches(*settings: tuple[dict, int]) -> list[dict]:
         return json.loads(out.read_text())
 
 
-@exercise("4.2b", "a search of your own, for a third of the epochs.")
+@exercise("4.2b", "a search of your own, within its budget.")
 def exercise_4_2b(my_search: Callable[[list[float]], list[list[dict]]]) -> str:
     """my_search(rates) -> the reports of each trial: dicts with `lr`, `epoch` and `accuracy`."""
     trials = my_search(list(RATES_4_2B))
