@@ -1,0 +1,295 @@
+"""Let forked ranks hang in known ways, and collect what each hang leaves behind: for lesson 4.6.
+
+python hanging_ranks.py FOLDER HANG ...    # at the same time; FOLDER/HANG gets logs, stacks and flight-recorder dumps
+
+A rank's log is what it prints, its stack is what py-spy sees from outside, and its dump is its flight recorder: the last
+2,000 collectives. With gloo, a timeout writes no dump, so a thread in each rank writes it, in the middle of the hang.
+"""
+
+import contextlib
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import _dump_fr_trace
+from torch.utils.data import DataLoader
+
+RANKS = 4
+TIMEOUT_S = float(os.getenv("TIMEOUT_S", "8"))  # of every collective
+QUIET_S = 2.0  # no rank has made a call for so long: they hang
+FOREVER = 3600
+
+
+# --- The hangs. Each function is called on all four ranks. -----------------------------------------------------------
+
+
+def new_group(name: str, ranks: list[int] | None = None) -> dist.ProcessGroup:
+    return dist.new_group(ranks, timeout=timedelta(seconds=TIMEOUT_S), group_desc=name)
+
+
+def train_step(numbers: int = 4) -> None:
+    dist.all_reduce(torch.ones(numbers))
+
+
+def skipped_call(rank):
+    for step in range(10):
+        if (rank, step) == (2, 5):  # this batch is damaged
+            continue
+        train_step()
+    dist.barrier()
+
+
+def only_on_rank_0(rank):
+    for step in range(10):
+        train_step()
+        if rank == 0 and step == 9:
+            dist.all_reduce(torch.ones(1))  # the mean loss, for the log
+    dist.barrier()
+
+
+def other_order(rank):
+    calls = [train_step, lambda: dist.broadcast(torch.ones(1000), src=0)]
+    for call in reversed(calls) if rank == 1 else calls:
+        call()
+
+
+def other_shape(rank):
+    train_step()
+    dist.all_reduce(torch.ones(1 if rank == 3 else 4))  # its mean; the others' losses. On gloo, only the others wait
+    dist.barrier()
+
+
+def slow(rank):
+    for step in range(10):
+        train_step()
+        for _ in range(FOREVER * 10 if (rank, step) == (1, 6) else 0):
+            time.sleep(0.1)  # one batch after another comes from a slow disk
+
+
+def locked(rank):
+    lock = threading.Lock()
+    for step in range(10):
+        train_step()
+        lock.acquire()
+        if (rank, step) != (3, 4):  # it returned early, and kept the lock
+            lock.release()
+
+
+def busy_loop(rank):
+    for step in range(10):
+        train_step()
+        while (rank, step) == (2, 3):
+            pass
+
+
+class StuckFile:
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        time.sleep(FOREVER if index == 5 else 0)
+        return index
+
+
+def stuck_loader(rank):
+    dataset = StuckFile() if rank == 1 else range(8)
+    for _ in DataLoader(dataset, num_workers=int(rank == 1)):
+        train_step()
+
+
+def fewer_batches(rank):
+    for _ in range(9 if rank == 3 else 10):
+        train_step()
+    dist.barrier()
+
+
+def swallowed_exception(rank):
+    for step in range(10):
+        with contextlib.suppress(ZeroDivisionError):
+            1 / (0 if (rank, step) == (2, 7) else 1)
+            train_step()
+    dist.all_gather([torch.zeros(1)] * RANKS, torch.zeros(1))
+
+
+def resumes_alone(rank):
+    train_step()
+    if rank == 0:
+        dist.broadcast(torch.ones(1000), src=1)
+    train_step(1000)
+
+
+def two_against_two(rank):
+    train_step()
+    if rank < 2:
+        train_step()
+    else:
+        dist.barrier()
+
+
+def slow_save(rank):
+    for step in range(10):
+        train_step()
+        if rank == 0 and step == 4:
+            time.sleep(FOREVER)  # writes a checkpoint to storage that does not answer
+    dist.barrier()
+
+
+def stopped(rank):
+    for step in range(10):
+        train_step()
+        if (rank, step) == (2, 5):
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def holds_the_gil(rank):
+    for step in range(10):
+        train_step()
+        if (rank, step) == (1, 5):
+            re.match("(a|a)*b", "a" * 60)  # a pattern that takes years
+
+
+def opposite_groups(rank):
+    groups = [new_group("tensor"), new_group("data")]
+    for group in reversed(groups) if rank == 3 else groups:
+        dist.all_reduce(torch.ones(4), group=group)
+
+
+def receive_cycle(rank):
+    train_step()
+    dist.recv(torch.zeros(1), src=(rank + 1) % RANKS)
+    dist.send(torch.zeros(1), dst=(rank - 1) % RANKS)
+
+
+def outside_the_group(rank):
+    group = new_group("trainers", [0, 1, 2])
+    if rank == 3:  # it serves a web page
+        time.sleep(FOREVER)
+    dist.all_reduce(torch.ones(4), group=group)
+    if rank == 1:
+        time.sleep(FOREVER)
+    dist.all_reduce(torch.ones(4), group=group)
+
+
+# The guilty ranks. Nobody can say which two of `two_against_two` are wrong; in `receive_cycle` all are.
+GUILTY = {
+    "skipped_call": [2], "only_on_rank_0": [0], "other_order": [1], "other_shape": [3], "slow": [1], "locked": [3],
+    "busy_loop": [2], "stuck_loader": [1], "fewer_batches": [3], "swallowed_exception": [2], "resumes_alone": [0],
+    "two_against_two": [], "slow_save": [0], "stopped": [2], "holds_the_gil": [1], "opposite_groups": [3],
+    "receive_cycle": [], "outside_the_group": [1],
+}  # fmt: skip
+
+
+# --- What a rank does besides. ---------------------------------------------------------------------------------------
+
+
+def write_dump(path: Path) -> None:
+    """Write this rank's flight recorder as NCCL would: gloo leaves the names and ranks of the groups out."""
+    with_collectives, with_stacks, only_active = True, False, False  # with stacks, it would take seconds
+    dump = pickle.loads(_dump_fr_trace(with_collectives, with_stacks, only_active))
+    dump["pg_config"] = {
+        group.group_name: {"name": group.group_name, "desc": group.group_desc, "ranks": str(sorted(ranks))}
+        for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items()
+        if isinstance(group, dist.ProcessGroup)  # not where this rank is outside
+    }
+    path.with_suffix(".part").write_bytes(pickle.dumps(dump))
+    path.with_suffix(".part").replace(path)
+
+
+def watch(rank: int, folder: Path) -> None:
+    """Note how many calls this rank has made, until the file `now` asks for its dump."""
+    seen = -1
+    while not (folder / "now").exists():
+        calls = len(pickle.loads(_dump_fr_trace(True, False, False))["entries"])
+        if calls != seen:
+            (folder / f"calls-{rank}").write_text(str(calls))
+            seen = calls
+        time.sleep(0.1)
+    write_dump(folder / f"dumps/rank_{rank}")
+
+
+def run_rank(rank: int, name: str, folder: Path) -> None:
+    """Join the group, hang, and end with the error of the timeout. Never returns."""
+    log = os.open(folder / f"logs/rank_{rank}.log", os.O_CREAT | os.O_WRONLY)
+    os.dup2(log, 1), os.dup2(log, 2)
+    dist.set_debug_level_from_env()
+    store = dist.FileStore(str(folder / "store"), RANKS)
+    timeout = timedelta(seconds=TIMEOUT_S)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=timeout)
+    dist.barrier()
+    threading.Thread(target=watch, args=(rank, folder), daemon=True).start()
+    print(f"[rank{rank}]: training starts", flush=True)
+    try:
+        globals()[name](rank)
+        time.sleep(TIMEOUT_S)  # a rank that leaves would end the others' hang
+    except Exception as error:
+        print(f"[rank{rank}]: {type(error).__name__}: {error}", flush=True)
+    os._exit(1)
+
+
+# --- The parent: it starts the ranks, waits until they hang, and collects. ------------------------------------------
+
+
+def start(name: str, folder: Path) -> list[int]:
+    """Fork the ranks of a hang, and return their process IDs."""
+    for kind in ("logs", "stacks", "dumps"):
+        (folder / kind).mkdir(parents=True)
+    pids = []
+    for rank in range(RANKS):
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            run_rank(rank, name, folder)
+    return pids
+
+
+def wait_until_quiet(folders: list[Path], limit_s: float = 120) -> None:
+    """Wait until no rank has made a call for QUIET_S seconds."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        files = [folder / f"calls-{rank}" for folder in folders for rank in range(RANKS)]
+        if all(file.exists() for file in files) and time.time() - max(f.stat().st_mtime for f in files) > QUIET_S:
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"not every rank has started after {limit_s} s")
+
+
+def write_stack(rank: int, pid: int, folder: Path) -> None:
+    """Write what py-spy sees of a rank. A stopped process cannot be paused, so py-spy does not try to."""
+    command = ["py-spy", "dump", "--nonblocking", "--pid", str(pid)]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "CLICOLOR_FORCE": "0"})
+    (folder / f"stacks/rank_{rank}.txt").write_text(done.stdout or done.stderr)
+
+
+def collect(names: list[str], folder: Path) -> None:
+    """Start all hangs at once, and collect each rank's dump and stack while they hang, and its log after the timeout."""
+    folders = {name: folder / name for name in names}
+    pids = {name: start(name, each) for name, each in folders.items()}
+    try:
+        wait_until_quiet(list(folders.values()))
+        for each in folders.values():
+            (each / "now").touch()
+        for name, each in folders.items():
+            for rank, pid in enumerate(pids[name]):
+                write_stack(rank, pid, each)
+        time.sleep(TIMEOUT_S)
+    finally:
+        for pid in (pid for each in pids.values() for pid in each):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
+                    process.kill()
+            os.waitpid(pid, 0)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3 or not set(sys.argv[2:]) <= set(GUILTY):
+        raise SystemExit(f"usage: hanging_ranks.py FOLDER HANG ..., with HANG one of {', '.join(GUILTY)}")
+    collect(sys.argv[2:], Path(sys.argv[1]))
