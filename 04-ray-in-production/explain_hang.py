@@ -4,8 +4,8 @@ python explain_hang.py FILES ...    # logs, stacks, dumps of the flight recorder
 python explain_hang.py FILES ... --json
 
 Needs Python 3.10 and no package, and runs nothing that is in a dump. NCCL's watchdog lines (torch 2.1 to 2.15), its
-desync report and its RAS are known to it from public excerpts only. gloo's dumps and errors, the reports of
-TORCH_DISTRIBUTED_DEBUG=DETAIL and py-spy's stacks were tried on ranks that hung.
+desync report, its RAS and its dumps are known to it from public excerpts and torch's source only. gloo's dumps and
+errors, the reports of TORCH_DISTRIBUTED_DEBUG=DETAIL and py-spy's stacks were tried on ranks that hung.
 "Cannot tell" is an answer: a watchdog's line comes from a rank that waits, not from the one it waits for.
 """
 
@@ -21,13 +21,20 @@ from pathlib import Path
 
 UNEVEN = re.compile("all_?to_?all|gather$|scatter$|_v(_|$)")  # here the ranks' sizes may differ
 WAITING = re.compile(r"distributed_c10d\.py|_engine_run_backward|torch/cuda/.*synchronize")
-LIBRARY = re.compile(
-    r"(^|/)(torch|re|multiprocessing|site-packages)/|/lib/python|^<|(^|/)(threading|selectors|queue)\.py"
-)
+LIBRARY = re.compile(r"(^|/)((torch|re|multiprocessing|site-packages)/|(threading|selectors|queue)\.py)|/lib/python|^<")
 TRANSPORT = re.compile("gloo|nccl|c10d|connection|timed? ?out|watchdog|sigterm|childfailed|monitoredbarrier", re.I)
+
+STACKS = "stacks of all ranks: py-spy dump --pid PID"
+DUMPS = "dumps of all ranks: NCCL writes them on a timeout, and on gloo a thread has to call _dump_fr_trace"
+AGAIN = "the same a minute later: if the numbers have grown, the job is slow and does not hang"
+ODD = "the rank left a call out (among equal calls, perhaps an earlier one), or made one too many"
+BEHIND = "a rank that is behind left a call out or is late, or the ranks that wait made one too many"
+NO_DUMP = "the process has ended, is stopped or holds Python's lock, or its file was not collected"
 
 
 class PlainData(pickle.Unpickler):
+    """Reads lists, dicts, strings and numbers: no dump holds anything else."""
+
     def find_class(self, module, name):
         raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
 
@@ -41,34 +48,37 @@ def stop(message):
 
 
 def rank_of(path, any_number):
-    """Return the rank in a file's name or, as torchrun's --log-dir has it, in its folder's; None if there is none.
+    """Return the rank in a file's name or, as torchrun's --log-dir has it, in its folder's. None if there is none.
 
-    any_number: take the last number in the name, whatever it is.
+    any_number: take the last number in the name, whatever it counts.
     """
-    named = re.findall(r"rank\D?(\d+)|^(\d+)$", f"{path.parent.name}\n{path.name}\n{path.stem}", re.MULTILINE)
-    numbers = [number for pair in named for number in pair if number] or any_number and re.findall(r"\d+", path.name)
+    words = f"{path.parent.name}\n{path.name}\n{path.stem}"
+    named = re.findall(r"(?:rank\D?(?=\d)|^(?=\d+$))(\d+)", words, re.MULTILINE)
+    numbers = named or (re.findall(r"\d+", path.name) if any_number else [])
     return int(numbers[-1]) if numbers else None
 
 
 def read_dump(path, content):
-    """Return a dump's calls, in order, and the ranks of its groups."""
+    """Return a dump's calls by group and number, the first call that waits, and the ranks of all groups."""
     try:
         dump = PlainData(io.BytesIO(content)).load() if content[:1] == b"\x80" else json.loads(content)
-        config = {name: ast.literal_eval(str(each["ranks"])) for name, each in (dump.get("pg_config") or {}).items()}
-        calls = []
-        for entry in dump["entries"]:
+        ranks = {name: ast.literal_eval(str(each["ranks"])) for name, each in (dump.get("pg_config") or {}).items()}
+        calls, waits = defaultdict(dict), None
+        for at, entry in enumerate(dump["entries"]):
             (name, title), (backend, _, op) = entry["process_group"], entry["profiling_name"].rpartition(":")
             # A call without a group's name, as DETAIL makes them on gloo, cannot be compared.
-            if name and not entry.get("is_p2p") and not op.startswith(("send", "recv")):
-                sizes = "" if UNEVEN.search(op) else " " + str(entry["input_sizes"]).replace(" ", "")
-                calls.append({
-                    "group": (title if title not in ("", "undefined") else f"group {name}", name, *config.get(name, ())),
-                    "number": entry.get("collective_seq_id", entry.get("seq_id")),
-                    "what": " ".join([op + sizes, *(entry.get("input_dtypes") or [])]),
-                    # On gloo the state never changes. On NCCL the watchdog may retire a call that has timed out.
-                    "over": entry["state"] == "completed" or bool(entry["retired"]) and backend != "nccl",
-                })  # fmt: skip
-        return {"calls": calls, "ranks": {rank for ranks in config.values() for rank in ranks}}
+            if not name or entry.get("is_p2p") or op.startswith(("send", "recv")):
+                continue
+            group = (f"group {name}" if title in ("", "undefined") else title, name, *ranks.get(name, ()))
+            number = entry.get("collective_seq_id", entry.get("seq_id"))
+            sizes = "" if UNEVEN.search(op) else str(entry["input_sizes"]).replace(" ", "")
+            what = " ".join(filter(None, [op, sizes, *(entry.get("input_dtypes") or [])]))
+            calls[group][number] = (at, what)
+            # On gloo the state never changes. On NCCL the watchdog may retire a call that has timed out.
+            over = entry["state"] == "completed" or (entry["retired"] and backend != "nccl")
+            if not over and not waits:
+                waits = (group, number, f"{what}, call {number} of {group[0]}")
+        return {"calls": dict(calls), "waits": waits, "ranks": {rank for each in ranks.values() for rank in each}}
     except Exception as error:  # whatever is in the file
         stop(f"{path} is not a dump that this tool can read: {type(error).__name__}: {error}")
 
@@ -86,57 +96,58 @@ def read_stacks(text, rank):
         frame = re.match(r'\s+(?:File "(.+)", line (\d+),? in (\S+)|(\S.*) \((\S+):(\d+)\))$', line.rstrip())
         if inside and frame:
             stacks[rank].append(frame.group(1, 2, 3) if frame[1] else frame.group(5, 6, 4))
-    return {rank: frames for rank, frames in stacks.items() if frames}
+    return {each: frames for each, frames in stacks.items() if frames and each is not None}
 
 
 def read(paths):
-    """Return dumps and stacks by rank, the lines of all text files, each with its rank, and the number of files."""
+    """Return dumps and stacks by rank, and the lines of all text files, each with its rank."""
     dumps, stacks, lines, files = {}, {}, [], []
     for path in paths:
         files += sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
     for path in files:
         try:
-            content = path.read_bytes()
+            content, rank = path.read_bytes(), rank_of(path, any_number=True)
         except OSError as error:
             stop(f"{path} cannot be read: {error.strerror}")
-        if content[:1] == b"\x80" or content.lstrip()[:1] == b"{" and b'"entries"' in content:
-            if (rank := rank_of(path, any_number=True)) is None or rank in dumps:
+        if content[:1] == b"\x80" or (content.lstrip()[:1] == b"{" and b'"entries"' in content):
+            if rank is None or rank in dumps:
                 stop(f"{path}: one dump per rank, please, and the rank as the last number of its name: trace_rank_3")
             dumps[rank] = read_dump(path, content)
             continue
         text = content.decode(errors="replace")
-        stacks.update(read_stacks(text, rank_of(path, any_number=True)))
+        stacks |= read_stacks(text, rank)
         rank = rank_of(path, any_number=False)
         # A terminal may have wrapped the line inside WorkNCCL(...). `[Rank 1]` is the rank in its group.
         for line in re.sub(r"(?<=[(,])[ \t]*\n\s*(?=[A-Z]\w+[=(])", " ", text).splitlines():
             prefix = re.search(r"\[rank(\d+)\]:", line) or (rank is None and re.search(r"Rank (\d+)\]", line))
             lines.append((int(prefix[1]) if prefix else rank, line))
-    stacks.pop(None, None)
-    return dumps, stacks, lines, len(files)
+    return dumps, stacks, lines
 
 
 # --- The rules. Each returns ranks, an operation and a reason, or None if it has nothing to say. ---
 
 
 def names(ranks):
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks, key=str)))}"
-
-
-def minority(kinds):
-    """Return the most frequent kind, and the ranks that have another one: none if it is a tie."""
-    (most, count), *others = Counter(kinds.values()).most_common()
-    tie = bool(others) and others[0][1] == count
-    return most, [] if tie else sorted(rank for rank in kinds if kinds[rank] != most)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank) for rank in sorted(ranks, key=str))}"
 
 
 def by_kind(kinds):
+    """Describe who does what, by the dict `kinds` from ranks to what they do."""
     ranks = defaultdict(list)
     for rank in sorted(kinds, key=str):
         ranks[kinds[rank]].append(rank)
     return "; ".join(f"{names(ranks[kind])}: {kind}" for kind in ranks)
 
 
+def majority(kinds):
+    """Return the most frequent kind, and the ranks of the other kinds: none if two are equally frequent."""
+    (most, count), *others = Counter(kinds.values()).most_common()
+    tie = bool(others) and others[0][1] == count
+    return most, [] if tie else [rank for rank in kinds if kinds[rank] != most]
+
+
 def explicit_reports(dumps, stacks, lines):
+    """Find who is named by a desync report, a monitored barrier, the fingerprints of DETAIL, or NCCL's RAS."""
     text = "\n".join(line for _, line in lines)
     found = re.search(r"at collective: (\w+)|OpType=(\w+)|different (\w+) operation counts", text)
     operation = found and (found[1] or found[2] or found[3])
@@ -145,85 +156,69 @@ def explicit_reports(dumps, stacks, lines):
         if found := re.findall(pattern, text):
             ranks = {int(rank) for group in found for rank in re.findall(r"\d+", group)}
             return ranks, operation, f"a report names {names(ranks)} as missing"
-    if "errors while waiting for send/recv from rank 0" in text:  # it watches over the barrier
-        ranks = [0] if 0 in {rank for rank, _ in lines} else []
-        return ranks, operation, "at a barrier all wait for rank 0" + (": its log is needed" if not ranks else "")
-    # What a report says of the other rank may be empty or wrong: a rank's own report counts.
-    pattern = (
-        r"Rank (\d+) is running collective: CollectiveFingerPrint\((?!SequenceNumber=0OpType)(.*?)(?:, TensorDev|\))"
-    )
-    kinds = {int(rank): what for rank, what in re.findall("but " + pattern, text)}
-    kinds |= {int(rank): what for rank, what in re.findall(r"on ranks\. " + pattern, text)}
-    if kinds := {rank: re.sub(r"SequenceNumber=\d+(, )?|OpType=", "", what) for rank, what in kinds.items()}:
-        most, odd = minority(kinds)
+    if "errors while waiting for send/recv from rank 0" in text:
+        seen = 0 in {rank for rank, _ in lines}
+        return [0] * seen, operation, "all wait for rank 0, " + ("which reports nothing" if seen else "see its log")
+    # What a report says of the other rank may be empty or wrong: a rank's report on itself counts.
+    pattern = r"Rank (\d+) is running collective: CollectiveFingerPrint\((?!SequenceNumber=0Op)(.*?)(?:, TensorDev|\))"
+    kinds = dict(re.findall("but " + pattern, text)) | dict(re.findall(r"on ranks\. " + pattern, text))
+    if kinds := {int(rank): re.sub(r"SequenceNumber=\d+(, )?|OpType=", "", kind) for rank, kind in kinds.items()}:
+        most, odd = majority(kinds)
         return odd, most, by_kind(kinds)
-    if counts := re.findall(r"(\d+) ranks? ha\w+ launched up to operation (\d+)", text):  # NCCL's RAS lists the fewer
-        listed = sorted({int(rank) for rank in re.findall(r"Rank (\d+) -- ", text)})
+    if counts := re.findall(r"(\d+) ranks? ha\w+ launched up to operation (\d+)", text):
+        listed = {int(rank) for rank in re.findall(r"Rank (\d+) -- ", text)}  # RAS lists those that are fewer
         behind = int(min(counts, key=lambda count: int(count[1]))[0]) == len(listed)
-        return listed * behind, operation, f"{names(listed)}: {'fewer' if behind else 'more'} calls than others"
-
-
-def waiting_calls(dumps):
-    """Return the first call that each rank waits in."""
-    first = {rank: next((call for call in dumps[rank]["calls"] if not call["over"]), None) for rank in sorted(dumps)}
-    return {rank: call for rank, call in first.items() if call}
+        return listed if behind else [], operation, f"{names(listed)}: {'behind' if behind else 'ahead of'} the others"
 
 
 def members(group, dumps):
     """Return the ranks of a group. A dump that gloo has written itself does not list them."""
     everyone = set(dumps).union(*(dump["ranks"] for dump in dumps.values()))
-    callers = {rank for rank, dump in dumps.items() if any(call["group"] == group for call in dump["calls"])}
+    callers = {rank for rank, dump in dumps.items() if group in dump["calls"]}
     return set(group[2:]) or (everyone if group[0] == "default_pg" else callers)
 
 
-def shown(call):
-    return f"{call['what']}, call {call['number']} of {call['group'][0]}"
-
-
 def missing_dump(dumps, stacks, lines):
-    waits = waiting_calls(dumps)
-    missing = set().union(*(members(call["group"], dumps) for call in waits.values())) - set(dumps)
+    waits = {rank: dump["waits"] for rank, dump in sorted(dumps.items()) if dump["waits"]}
+    missing = set().union(*(members(group, dumps) for group, _, _ in waits.values())) - set(dumps)
     if missing and len(missing) < len(dumps):
-        kinds = {rank: shown(call) for rank, call in waits.items()}
-        return missing, minority(kinds)[0], f"{names(missing)} wrote no dump; waiting: {by_kind(kinds)}"
+        kinds = {rank: call for rank, (_, _, call) in waits.items()}
+        return missing, majority(kinds)[0], f"{names(missing)} wrote no dump; waiting: {by_kind(kinds)}"
 
 
 def first_difference(dumps, stacks, lines):
     found = []
-    for group in {call["group"] for dump in dumps.values() for call in dump["calls"]}:
-        calls = {r: {c["number"]: (n, c["what"]) for n, c in enumerate(d["calls"]) if c["group"] == group}
-                 for r, d in dumps.items()}  # fmt: skip
-        calls = {rank: each for rank, each in calls.items() if each}
+    for group in set().union(*(dump["calls"] for dump in dumps.values())):
+        calls = {rank: dump["calls"][group] for rank, dump in dumps.items() if group in dump["calls"]}
         start = max(min(each) for each in calls.values())  # the recorder forgets old calls
         for number in range(start, 1 + max(max(each) for each in calls.values())):
             here = {rank: each[number] for rank, each in calls.items() if number in each}
             if len({what for _, what in here.values()}) > 1:
-                found.append(
-                    (min(here.values())[0], number, group[0], {rank: what for rank, (_, what) in here.items()})
-                )
+                found.append((min(here.values())[0], number, group[0], {rank: here[rank][1] for rank in here}))
                 break
     if found:
-        _, number, title, kinds = min(found, key=lambda each: each[:3])
-        most, odd = minority(kinds)
+        _, number, title, kinds = min(found, key=lambda each: each[:3])  # in the group where it comes first
+        most, odd = majority(kinds)
         return odd, f"{most}, call {number} of {title}", f"the first call that differs: {by_kind(kinds)}"
 
 
 def ranks_behind(dumps, stacks, lines):
-    waits, behind = waiting_calls(dumps), set()
-    for call in waits.values():
-        for rank in members(call["group"], dumps) & set(dumps):
-            numbers = [each["number"] for each in dumps[rank]["calls"] if each["group"] == call["group"]]
-            if max(numbers, default=-1) < call["number"]:
+    waits = {rank: dump["waits"] for rank, dump in sorted(dumps.items()) if dump["waits"]}
+    kinds, behind = {rank: call for rank, (_, _, call) in waits.items()}, set()
+    for group, number, _ in waits.values():
+        for rank in members(group, dumps) & set(dumps):
+            if max(dumps[rank]["calls"].get(group, {}), default=-1) < number:
                 behind.add(rank)
-    kinds, idle = {rank: shown(call) for rank, call in waits.items()}, sorted(behind - set(waits))
+    idle = behind - set(waits)
     if idle:
-        odd = idle if len(idle) <= len(waits) else sorted(waits)
-        return odd, minority(kinds)[0], f"{names(idle)} waits in no call; waiting: {by_kind(kinds)}"
+        odd = idle if len(idle) <= len(waits) else set(waits)
+        return odd, majority(kinds)[0], f"{names(idle)} waits in no call; waiting: {by_kind(kinds)}"
     if behind:  # they wait for each other, in different groups
-        return minority(kinds)[1], minority(kinds)[0], f"waiting for each other: {by_kind(kinds)}"
+        most, odd = majority(kinds)
+        return odd, most, f"waiting for each other: {by_kind(kinds)}"
     if dumps:
-        reason = f"nobody whose dump is here is behind in {by_kind(kinds)}" if kinds else "no recorded call waits"
-        return [], None, f"{reason} (dumps of {names(dumps)}; a send or recv is not followed)"
+        reason = f"nobody whose dump is here is behind in {by_kind(kinds)}" if waits else "no recorded call waits"
+        return [], None, f"{reason} (dumps of {names(dumps)}; sends and receives are not followed)"
 
 
 def in_stacks(dumps, stacks, lines):
@@ -232,18 +227,15 @@ def in_stacks(dumps, stacks, lines):
     places, waits = {}, {}
     for rank, frames in sorted(stacks.items()):
         file, number, name = next((frame for frame in frames if not LIBRARY.search(frame[0])), frames[0])
-        places[rank] = f"{name} ({file}:{number})"
-        waits |= {rank: frame[2] for frame in frames[8::-1] if WAITING.search(f"{frame[0]} {frame[2]}")}
-    kinds = {rank: f"{waits.get(rank, 'no collective')} in {place}" for rank, place in places.items()}
-    idle = sorted(set(places) - set(waits))
+        inside = [frame[2] for frame in frames[:9] if WAITING.search(f"{frame[0]} {frame[2]}")]
+        places[rank] = f"{inside[0] if inside else 'no collective'} in {name} ({file}:{number})"
+        if inside:
+            waits[rank] = places[rank]
+    idle = set(places) - set(waits)
     if waits and idle:
-        return (
-            idle if len(idle) < len(waits) else [],
-            minority({rank: kinds[rank] for rank in waits})[0],
-            by_kind(kinds),
-        )
-    most, odd = minority(kinds)
-    return odd, most if len(set(kinds.values())) > 1 else None, by_kind(kinds)
+        return idle if len(idle) < len(waits) else [], majority(waits)[0], by_kind(places)
+    most, odd = majority(places)
+    return odd, most if len(set(places.values())) > 1 else None, by_kind(places)
 
 
 def in_logs(dumps, stacks, lines):
@@ -251,55 +243,46 @@ def in_logs(dumps, stacks, lines):
     for rank, line in lines:
         if found := re.search(r"WorkNCCL\(SeqNum=(\d+), *OpType=(\w+)", line):
             waits[rank].add(f"{found[2]}, call {found[1]}")
-        pattern = r"PG ID 0 .*last enqueued (?:NCCL )?work: (\d+),.*last completed (?:NCCL )?work: (\d+)"
-        if found := re.search(pattern, line, re.IGNORECASE):
+        state = r"PG ID 0 .*last enqueued (?:NCCL )?work: (\d+),.*last completed (?:NCCL )?work: (\d+)"
+        if found := re.search(state, line, re.IGNORECASE):  # of the default group
             counts.setdefault(rank, (int(found[1]), int(found[2])))
-            failed |= {rank} if "detected by watchdog" in line else set()
+            if "detected by watchdog" in line:
+                failed.add(rank)
         if found := re.search(r"\w+(Error|Exception): .*", line):
-            (victims.add(rank) if TRANSPORT.search(found[0]) else errors.setdefault(rank, found[0]))
+            victims.add(rank) if TRANSPORT.search(found[0]) else errors.setdefault(rank, found[0])
     kinds = {rank: " and ".join(sorted(calls)) for rank, calls in waits.items()}
     if errors and None not in errors and victims - set(errors):
-        return sorted(errors), None, f"{by_kind(errors)}. The others lost their partner"
+        return set(errors), None, f"{by_kind(errors)}. The others lost their partner"
     most = max((counts[rank][0] for rank in failed), default=0)
-    behind = [rank for rank, (enqueued, over) in counts.items() if rank not in failed and enqueued == over < most]
-    if behind:  # of the default group's calls, as the dump signal counts them
-        return (
-            sorted(behind),
-            minority(kinds)[0] if kinds else None,
-            f"{names(behind)} waits in nothing; {by_kind(kinds)}",
-        )
+    behind = {rank for rank, (enqueued, over) in counts.items() if rank not in failed and enqueued == over < most}
+    if behind and kinds:
+        return behind, majority(kinds)[0], f"{names(behind)} waits in no call; {by_kind(kinds)}"
     if kinds:
-        same = len(set(kinds.values())) == 1
-        return [], None if same else by_kind(kinds), f"{by_kind(kinds)}. They wait, and a log does not say for whom"
+        operation = by_kind(kinds) if len(set(kinds.values())) > 1 else None
+        return [], operation, f"{by_kind(kinds)}. They wait, and a log does not say for whom"
     return [], None, "errors of ranks that wait or lost a partner" if victims else "no line that this tool knows"
 
 
-STACKS = "the stacks of all ranks (py-spy dump --pid PID), for the line that makes the call"
-DUMPS = "dumps of all ranks (NCCL: TORCH_FR_DUMP_ON_TIMEOUT; gloo: a thread that calls _dump_fr_trace)"
-AGAIN = "the same once more, a minute later: where the numbers grow, the job is slow and does not hang"
-TWO_READINGS = "it left a call out (among equal calls, perhaps an earlier one), or made one too many"
-BEHIND = "a rank that is behind left the call out or is late, or those that wait made a call too many"
-RULES = {  # the most reliable one first
-    explicit_reports: ("likely", TWO_READINGS, STACKS),
-    missing_dump: ("likely", "it ended, is stopped, or holds Python's lock; or its file was not collected", STACKS),
-    first_difference: ("likely", TWO_READINGS, STACKS),
+RULES = {  # the most reliable one first: how sure it is, what its verdict may mean, what to collect next
+    explicit_reports: ("likely", ODD, STACKS),
+    missing_dump: ("likely", NO_DUMP, STACKS),
+    first_difference: ("likely", ODD, STACKS),
     ranks_behind: ("likely", BEHIND, f"{STACKS}; {AGAIN}"),
-    in_stacks: ("possible", f"{BEHIND}; or a rank is not in the group that waits", f"{DUMPS}; {AGAIN}"),
-    in_logs: ("possible", "it failed or is late", f"{DUMPS}; {STACKS}"),
+    in_stacks: ("possible", f"{BEHIND}, or a rank does not belong to the group that waits", f"{DUMPS}; {AGAIN}"),
+    in_logs: ("possible", "the rank failed, or is late", f"{DUMPS}; {STACKS}"),
 }
 
 
 def explain(paths):
     """Return the verdict of the first rule that names a rank, or else of the first that says anything."""
-    dumps, stacks, lines, files = read([Path(path) for path in paths])
+    dumps, stacks, lines = read([Path(path) for path in paths])
     answers = [(rule, *answer) for rule in RULES if (answer := rule(dumps, stacks, lines))]
     rule, ranks, operation, because = next((answer for answer in answers if answer[1]), answers[0])
     level, readings, collect = RULES[rule]
     certainty = level if ranks else "cannot tell which rank" if operation else "cannot tell"
-    read_from = {"files": files, "dumps": sorted(dumps), "stacks": sorted(stacks, key=str)}
-    return {"ranks": sorted(ranks), "operation": operation, "certainty": certainty, "rule": rule.__name__,
-            "because": because, "readings": readings if operation or ranks else None, "collect": collect,
-            "read": read_from}  # fmt: skip
+    answer = {"ranks": sorted(ranks), "operation": operation, "certainty": certainty, "because": because}
+    answer |= {"readings": readings if ranks or operation else None, "collect": collect, "rule": rule.__name__}
+    return answer | {"read": {"dumps": sorted(dumps), "stacks": sorted(stacks), "lines": len(lines)}}
 
 
 def main():
@@ -309,13 +292,13 @@ def main():
     options = parser.parse_args()
     answer = explain(options.files)
     if options.json:
-        return print(json.dumps(answer))
-    print(
-        f"{names(answer['ranks']) if answer['ranks'] else 'rank unknown'}: {answer['certainty']} (rule: {answer['rule'].replace('_', ' ')})"
-    )
+        print(json.dumps(answer))
+        return
+    print(f"{names(answer['ranks']) if answer['ranks'] else 'no rank'}: {answer['certainty']}")
     for part in ("operation", "because", "readings", "collect"):
         if answer[part]:
             print(f"{part + ':':11}{answer[part]}")
+    print("read:      " + ", ".join(f"{kind}: {what}" for kind, what in answer["read"].items()))
 
 
 if __name__ == "__main__":

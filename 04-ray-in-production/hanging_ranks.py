@@ -1,9 +1,9 @@
 """Let forked ranks hang in known ways, and collect what each hang leaves behind: for lesson 4.6.
 
-python hanging_ranks.py FOLDER HANG ...    # at the same time; FOLDER/HANG gets logs, stacks and flight-recorder dumps
+python hanging_ranks.py FOLDER HANG ...    # all at the same time; FOLDER/HANG gets logs, stacks and dumps
 
-A rank's log is what it prints, its stack is what py-spy sees from outside, and its dump is its flight recorder: the last
-2,000 collectives. With gloo, a timeout writes no dump, so a thread in each rank writes it, in the middle of the hang.
+A rank's log is what it prints. Its stack is what py-spy sees from outside. Its dump is what its flight recorder holds:
+the last 2,000 collectives. On gloo a timeout writes no dump, so a thread in each rank writes it during the hang.
 """
 
 import contextlib
@@ -270,7 +270,7 @@ def write_stack(rank: int, pid: int, folder: Path) -> None:
 
 
 def collect(names: list[str], folder: Path) -> None:
-    """Start all hangs at once, and collect each rank's dump and stack while they hang, and its log after the timeout."""
+    """Start all hangs at once; collect dumps and stacks while they hang, and logs until the timeout."""
     folders = {name: folder / name for name in names}
     pids = {name: start(name, each) for name, each in folders.items()}
     try:
