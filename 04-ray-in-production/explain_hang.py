@@ -118,7 +118,7 @@ def read(paths):
         stacks |= read_stacks(text, rank)
         rank = rank_of(path, any_number=False)
         # A terminal may have wrapped the line inside WorkNCCL(...). `[Rank 1]` is the rank in its group.
-        for line in re.sub(r"(?<=[(,])[ \t]*\n\s*(?=[A-Z]\w+[=(])", " ", text).splitlines():
+        for line in re.sub(r"(?<=[(,])[ \t]*\n\s*(?=[A-Z]\w+[=(])", "", text).splitlines():
             prefix = re.search(r"\[rank(\d+)\]:", line) or (rank is None and re.search(r"Rank (\d+)\]", line))
             lines.append((int(prefix[1]) if prefix else rank, line))
     return dumps, stacks, lines
@@ -140,10 +140,11 @@ def by_kind(kinds):
 
 
 def majority(kinds):
-    """Return the most frequent kind, and the ranks of the other kinds: none if two are equally frequent."""
+    """Return the most frequent kind and the ranks of the others. In a tie: all kinds, and no rank."""
     (most, count), *others = Counter(kinds.values()).most_common()
-    tie = bool(others) and others[0][1] == count
-    return most, [] if tie else [rank for rank in kinds if kinds[rank] != most]
+    if others and others[0][1] == count:
+        return " against ".join(sorted(set(kinds.values()))), []
+    return most, [rank for rank in kinds if kinds[rank] != most]
 
 
 def explicit_reports(dumps, stacks, lines):
@@ -255,7 +256,7 @@ def in_logs(dumps, stacks, lines):
         return set(errors), None, f"{by_kind(errors)}. The others lost their partner"
     most = max((counts[rank][0] for rank in failed), default=0)
     behind = {rank for rank, (enqueued, over) in counts.items() if rank not in failed and enqueued == over < most}
-    if behind and kinds:
+    if kinds and 0 < len(behind) <= len(failed):
         return behind, majority(kinds)[0], f"{names(behind)} waits in no call; {by_kind(kinds)}"
     if kinds:
         operation = by_kind(kinds) if len(set(kinds.values())) > 1 else None

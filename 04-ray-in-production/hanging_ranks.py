@@ -6,7 +6,9 @@ A rank's log is what it prints. Its stack is what py-spy sees from outside. Its 
 the last 2,000 collectives. On gloo a timeout writes no dump, so a thread in each rank writes it during the hang.
 """
 
+import argparse
 import contextlib
+import logging
 import os
 import pickle
 import re
@@ -22,6 +24,8 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _dump_fr_trace
+from torch.distributed.flight_recorder.components.builder import build_db
+from torch.distributed.flight_recorder.components.loader import read_dir
 from torch.utils.data import DataLoader
 
 RANKS = 4
@@ -280,6 +284,8 @@ def collect(names: list[str], folder: Path) -> None:
         for name, each in folders.items():
             for rank, pid in enumerate(pids[name]):
                 write_stack(rank, pid, each)
+                if psutil.Process(pid).status() == psutil.STATUS_RUNNING:
+                    os.kill(pid, signal.SIGSTOP)  # until the timeout, it would only take a core from the others
         time.sleep(TIMEOUT_S)
     finally:
         for pid in (pid for each in pids.values() for pid in each):
@@ -287,6 +293,32 @@ def collect(names: list[str], folder: Path) -> None:
                 for process in (*psutil.Process(pid).children(recursive=True), psutil.Process(pid)):
                     process.kill()
             os.waitpid(pid, 0)
+
+
+# --- PyTorch's own command, for comparison. -------------------------------------------------------------------------
+
+
+def torchfrtrace(folder: Path, last_rank_first: bool = False) -> str:
+    """Return the ranks that `torchfrtrace` blames when it reads the dumps in the order of ranks, or reversed.
+
+    The command itself takes the files in the order in which the file system lists them.
+    """
+    messages, handler = [], logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    log = logging.getLogger("Flight Recorder")
+    handlers, log.handlers = log.handlers, [handler]
+    options = argparse.Namespace(trace_dir=str(folder), prefix="rank_", verbose=False, just_print_entries=False)
+    options.allow_incomplete_ranks, options.mismatch_cap = False, 10
+    try:
+        dumps, version = read_dir(options)
+        build_db(dict(sorted(dumps.items(), reverse=last_rank_first)), options, version)
+    except AssertionError as error:
+        messages.append(str(error))
+    finally:
+        log.handlers = handlers
+    blamed = r"(?:Culprit rank |missing ranks: {|Missing dump files from ranks {)([\d, ]+)"
+    ranks = re.findall(r"\d+", " ".join(re.findall(blamed, "\n".join(messages))))
+    return ", ".join(sorted(set(ranks))) or "nobody"
 
 
 if __name__ == "__main__":

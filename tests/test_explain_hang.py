@@ -1,0 +1,425 @@
+"""explain_hang.py of chapter 4 on logs, stacks and dumps that are made up, in every format that it claims to read.
+
+The lines imitate real ones, with numbers of our own. tests/all/test_hangs.py has ranks that really hang.
+"""
+
+import importlib
+import json
+import pickle
+import subprocess
+import sys
+
+import pytest
+from notebook_rules import ROOT
+
+TOOL = ROOT / "04-ray-in-production/explain_hang.py"
+ALL_FOUR = "[0, 1, 2, 3]"
+
+
+@pytest.fixture
+def explain(monkeypatch, tmp_path):
+    """Writes files, {name: content}, and returns what explain_hang.py says of them."""
+    monkeypatch.syspath_prepend(TOOL.parent)
+    tool = importlib.import_module("explain_hang")
+
+    def run(files: dict[str, str | bytes], reverse: bool = False) -> dict:
+        paths = [tmp_path / name for name in files]
+        for path, content in zip(paths, files.values(), strict=True):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return tool.explain(paths[::-1] if reverse else paths)
+
+    return run
+
+
+def says(answer: dict) -> tuple:
+    return answer["ranks"], answer["certainty"], answer["rule"]
+
+
+# --- Dumps ---
+
+
+def call(
+    number: int, op: str = "all_reduce", size: int = 4, over: bool = True, group=("0", "default_pg"), **more
+) -> dict:
+    """An entry of gloo's flight recorder; with `backend="nccl"` one of NCCL's."""
+    backend = more.pop("backend", "gloo")
+    entry = {"process_group": group, "collective_seq_id": number, "profiling_name": f"{backend}:{op}", "is_p2p": False}
+    entry |= {"input_sizes": [[size]], "input_dtypes": ["Float"], "retired": over}
+    entry["state"] = "completed" if over and backend == "nccl" else "scheduled"
+    return entry | more
+
+
+def dump(*calls: dict, groups: dict[str, str] | None = None) -> bytes:
+    config = {name: {"name": name, "desc": "", "ranks": ranks} for name, ranks in (groups or {"0": ALL_FOUR}).items()}
+    return pickle.dumps({"version": "2.10", "pg_config": config, "entries": list(calls)})
+
+
+def dumps(*calls_of_ranks: list[dict], **options) -> dict[str, bytes]:
+    return {f"rank_{rank}": dump(*calls, **options) for rank, calls in enumerate(calls_of_ranks)}
+
+
+ONCE, WAITS, BARRIER = call(1), call(2, over=False), call(2, "barrier", over=False)
+HERE, LATE = [ONCE, WAITS], [ONCE]
+HANGS = {  # the files, the ranks that the verdict names, and its rule
+    "one calls something else": (dumps(HERE, HERE, [ONCE, BARRIER], HERE), [2], "first_difference"),
+    "the odd one is rank 0": (dumps([BARRIER], [WAITS], [WAITS], [WAITS]), [0], "first_difference"),
+    "a different size": (dumps([WAITS], [call(2, size=5)], [WAITS], [WAITS]), [1], "first_difference"),
+    "two against two": (dumps([WAITS], [WAITS], [BARRIER], [BARRIER]), [], "first_difference"),
+    "one is behind": (dumps(HERE, HERE, HERE, LATE), [3], "ranks_behind"),
+    "one is ahead": (dumps(HERE, LATE, LATE, LATE), [0], "ranks_behind"),
+    "nobody is behind": (dumps([WAITS], [WAITS], [WAITS], [WAITS]), [], "ranks_behind"),
+    "nothing waits": (dumps(LATE, LATE, LATE, LATE), [], "ranks_behind"),
+    "a dump is missing": ({f"rank_{rank}": dump(WAITS) for rank in (0, 2, 3)}, [1], "missing_dump"),
+    "most dumps are missing": ({"rank_2": dump(WAITS)}, [], "ranks_behind"),
+}
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_dumps_in_any_order(name, explain):
+    files, ranks, rule = HANGS[name]
+    answers = [explain(files, reverse) for reverse in (False, True)]
+    assert answers[0] == answers[1]
+    assert answers[0]["ranks"] == ranks and answers[0]["rule"] == rule, answers[0]
+    assert answers[0]["certainty"] in (["likely"] if ranks else ["cannot tell", "cannot tell which rank"])
+
+
+def test_a_verdict_names_the_operation_both_readings_and_what_to_collect(explain):
+    answer = explain(HANGS["one calls something else"][0])
+    assert answer["operation"] == "all_reduce [[4]] Float, call 2 of default_pg"
+    assert answer["because"].endswith("ranks 0, 1, 3: all_reduce [[4]] Float; rank 2: barrier [[4]] Float")
+    assert "left a call out" in answer["readings"] and "one too many" in answer["readings"]
+    assert "py-spy" in answer["collect"]
+    tie = explain(HANGS["two against two"][0])
+    assert tie["certainty"] == "cannot tell which rank"
+    assert tie["operation"] == "all_reduce [[4]] Float against barrier [[4]] Float, call 2 of default_pg"
+    assert "numbers have grown" in explain(HANGS["one is behind"][0])["collect"]  # slow looks like hung
+
+
+def test_the_recorder_forgets_and_only_what_all_ranks_remember_is_compared(explain):
+    long = [call(number) for number in range(1, 9)]
+    answer = explain(dumps([*long, call(9, over=False)], long[4:], [*long[4:], call(9, over=False)], long[6:]))
+    assert answer["ranks"] == [1, 3] and answer["rule"] == "ranks_behind"
+
+
+def test_groups_are_followed_and_who_is_outside_is_not_named(explain):
+    group = ("5", "trainers")
+    first, second = call(1, group=group), call(2, group=group, over=False)
+    three = {"groups": {"0": ALL_FOUR, "5": "[0, 1, 2]"}}
+    files = dumps([first, second], [first], [first, second], [call(1)], **three)
+    assert says(explain(files)) == ([1], "likely", "ranks_behind")
+    # Two groups in opposite order: everybody waits.
+    a, b = (call(1, group=(name, ""), over=False) for name in "56")
+    both = {"groups": {"0": ALL_FOUR, "5": ALL_FOUR, "6": ALL_FOUR}}
+    answer = explain(dumps([a], [a], [a], [b], **both))
+    assert answer["ranks"] == [3] and answer["operation"] == "all_reduce [[4]] Float, call 1 of group 5"
+    # The difference that comes first counts, in whichever group.
+    x, y = call(1, group=("6", "")), call(1, "barrier", group=("6", ""))
+    late = [call(1, "broadcast", over=False), call(1, over=False)]
+    answer = explain(dumps([x, late[1]], [x, late[0]], [y, late[1]], [x, late[1]], **both))
+    assert answer["ranks"] == [2] and answer["operation"].endswith("group 6")
+
+
+def test_what_is_different_without_being_wrong(explain):
+    uneven = [[call(1, "all_to_all", size), call(2, over=False)] for size in (3, 4, 4)] + [[call(1, "all_to_all", 5)]]
+    assert explain(dumps(*uneven))["ranks"] == [3]
+    talks = call(0, "send 0->1", is_p2p=True)
+    assert explain(dumps([talks, WAITS], [call(0, "recv 1<-0"), WAITS], [WAITS], [call(1)]))["ranks"] == [3]
+    # DETAIL on gloo records calls without the name of their group.
+    nameless = [call(1, group=("", "")), call(1, "barrier", group=("", ""))]
+    assert says(explain(dumps(nameless[:1], nameless[1:], nameless[1:], nameless[1:]))) == (
+        [],
+        "cannot tell",
+        "ranks_behind",
+    )
+
+
+def test_a_dump_of_nccl_and_one_in_json(explain):
+    over, waits = call(1, backend="nccl"), call(2, backend="nccl", over=False, state="started")
+    waits |= {"retired": True}  # by the watchdog, after the timeout
+    files = dumps([over, waits], [over, waits], [over], [over, waits])
+    assert says(explain(files)) == ([2], "likely", "ranks_behind")
+    as_json = {f"{name}.json": json.dumps(pickle.loads(content)) for name, content in files.items()}
+    assert explain(as_json) == explain(files)
+    host = {f"nccl_trace_rank_node02_{name[-1]}": content for name, content in files.items()}
+    assert explain(host)["ranks"] == [2]
+
+
+def test_dumps_that_gloo_wrote_itself(explain):
+    """They lack the groups' names, and have the ranks of the group that was made last."""
+    files = dumps([call(1), WAITS], [call(1), WAITS], [call(1)], groups={"": "[0, 1, 2]"})
+    assert says(explain(files)) == ([2], "likely", "ranks_behind")
+    other = ("1", "undefined")
+    files = dumps([call(1), call(1, group=other, over=False)], [call(1)], groups={"": "[0, 1]"})
+    assert explain(files)["certainty"] == "cannot tell"  # who is in that group?
+
+
+# --- Stacks ---
+
+
+def py_spy(*frames: str, thread: str = "MainThread") -> str:
+    lines = "".join(f"    {frame}\n" for frame in frames)
+    other = '\nThread 9 (idle): "pt_autograd_0"\n    wait (threading.py:331)\n'
+    head = "Process 7: python train.py --rank 5\nPython v3.11.2 (/usr/bin/python3.11)\n\n"
+    return f'{head}Thread 7 (idle): "{thread}"\n{lines}{other}'
+
+
+IN_REDUCE = py_spy(
+    "all_reduce (torch/distributed/distributed_c10d.py:4181)", "wrapper (torch/distributed/c10d_logger.py:83)",
+    "step (train.py:12)", "<module> (train.py:44)",
+)  # fmt: skip
+IN_BARRIER = py_spy("barrier (torch/distributed/distributed_c10d.py:6614)", "<module> (train.py:50)")
+LOADS = py_spy("select (selectors.py:415)", "_get_data (torch/utils/data/dataloader.py:1295)", "<module> (train.py:40)")
+IN_BACKWARD = py_spy("_engine_run_backward (torch/autograd/graph.py:829)", "step (train.py:20)")
+FAULTHANDLER = (
+    'Fatal\n\nCurrent thread 0x00007f (most recent call first):\n  File "/home/me/train.py", line 40 in <module>\n'
+)
+
+
+def stacks(*texts: str) -> dict[str, str]:
+    return {f"stack_{rank}.txt": text for rank, text in enumerate(texts)}
+
+
+STACKS = {  # the ranks, the certainty, and a piece of the operation
+    "one loads data": (stacks(IN_REDUCE, IN_REDUCE, LOADS), [2], "possible", "all_reduce in step (train.py:12)"),
+    "one is in another line": (stacks(IN_BARRIER, IN_REDUCE, IN_REDUCE), [0], "possible", "all_reduce"),
+    "one waits alone": (stacks(IN_REDUCE, LOADS, LOADS), [], "cannot tell which rank", "all_reduce"),
+    "one against one": (stacks(IN_BACKWARD, IN_BARRIER), [], "cannot tell which rank", "_engine_run_backward"),
+    "all in one line": (stacks(IN_REDUCE, IN_REDUCE), [], "cannot tell", None),
+    "of faulthandler": (stacks(IN_REDUCE, FAULTHANDLER, IN_REDUCE), [1], "possible", "all_reduce"),
+    "of the debug server": ({"stacks.txt": "".join(f"=== Rank {r}: http://host:1 ===\n{text}" for r, text in enumerate(
+        [IN_REDUCE, LOADS, IN_REDUCE]))}, [1], "possible", "all_reduce"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stacks_in_any_order(name, explain):
+    files, ranks, certainty, operation = STACKS[name]
+    answers = [explain(files, reverse) for reverse in (False, True)]
+    assert answers[0] == answers[1]
+    assert says(answers[0]) == (ranks, certainty, "in_stacks"), answers[0]
+    assert operation in answers[0]["operation"] if operation else answers[0]["operation"] is None
+
+
+# --- Logs ---
+
+
+def timeout(rank: int, number: int = 12, op: str = "ALLREDUCE", sizes: str = ", NumelIn=8, NumelOut=8") -> str:
+    work = f"WorkNCCL(SeqNum={number}, OpType={op}{sizes}, Timeout(ms)=600000)"
+    end = "ran for 600029 milliseconds before timing out.\n"
+    return f"[Rank {rank}] Watchdog caught collective operation timeout: {work} {end}"
+
+
+def watchdog(version: str, rank: int, **work) -> str:
+    """What the watchdog of a rank logs, in a version's format."""
+    stamp, number = f"[rank{rank}]:[E123 01:02:03.456 ProcessGroupNCCL.cpp:", work.get("number", 12)
+    group = f"[PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+    counts = f"last enqueued NCCL work: {number + 2}, last completed NCCL work: {number - 1}.\n"
+    detected = f"Exception (either an error or timeout) detected by watchdog at work: {number}, {counts}"
+    return {
+        "2.1": f"[E ProcessGroupNCCL.cpp:474] {timeout(rank, sizes='', **work)}",
+        "2.2": f"[E ProcessGroupNCCL.cpp:523] {timeout(rank, **work)}",
+        "2.3": f"{stamp}563] {timeout(rank, **work)}",
+        "2.4": f"{stamp}607] {timeout(rank, **work)}{stamp}1664] [PG 1 Rank {rank}] {detected}",
+        "2.5": f"{stamp}616] {timeout(rank, **work)}{stamp}1785] {group} {detected}",
+        "2.6": f"{stamp}629] {timeout(rank, **work)}{stamp}2168] {group}  failure detected by watchdog at work "
+        f"sequence id: {number} PG status: last enqueued work: {number + 2}, last completed work: {number - 1}\n",
+    }[version]
+
+
+def dump_signal(rank: int, enqueued: int, completed: int) -> str:
+    where = f"[rank{rank}]:[E123 01:02:03.456 ProcessGroupNCCL.cpp:1743] [PG ID 0 PG GUID 0(default_pg) Rank {rank}]"
+    signal = (
+        "Received a dump signal due to a collective timeout from  rank 2 and we will try our best to dump the debug"
+    )
+    return (
+        f"{where} {signal} info. Last enqueued NCCL work: {enqueued}, last completed NCCL work: {completed}.This is\n"
+    )
+
+
+@pytest.mark.parametrize("version", ["2.1", "2.2", "2.3", "2.4", "2.5", "2.6"])
+def test_a_watchdogs_line_comes_from_a_victim(version, explain):
+    same = "".join(watchdog(version, rank) for rank in (3, 0, 2))
+    answer = explain({"train.log": same})
+    assert says(answer) == ([], "cannot tell", "in_logs") and answer["operation"] is None
+    assert answer["because"].startswith("ranks 0, 2, 3: ALLREDUCE, call 12. They wait")
+    assert "dumps of all ranks" in answer["collect"] and "stacks of all ranks" in answer["collect"]
+    wrapped = explain({"train.log": same.replace(", OpType", ",\n  OpType").replace("(SeqNum", "(\nSeqNum")})
+    assert wrapped["because"] == answer["because"]
+    different = same + watchdog(version, 1, op="_ALLGATHER_BASE")
+    answer = explain({"train.log": different})
+    assert says(answer) == ([], "cannot tell which rank", "in_logs")
+    assert "rank 1: _ALLGATHER_BASE, call 12" in answer["operation"]
+
+
+@pytest.mark.parametrize("version", ["2.5", "2.6"])
+def test_a_rank_that_waits_for_nothing_while_the_watchdogs_of_others_report(version, explain):
+    victims = "".join(watchdog(version, rank) for rank in (0, 2, 3))
+    answer = explain({"train.log": victims + dump_signal(1, 11, 11)})
+    assert says(answer) == ([1], "possible", "in_logs") and answer["operation"] == "ALLREDUCE, call 12"
+    assert explain({"train.log": victims + dump_signal(1, 14, 11)})["ranks"] == []  # it waits, too
+    assert explain({"train.log": dump_signal(0, 11, 11) + dump_signal(1, 11, 11)})["ranks"] == []  # in another group
+    alone = watchdog(version, 0) + "".join(dump_signal(rank, 11, 11) for rank in (1, 2, 3))
+    assert explain({"train.log": alone})["ranks"] == []  # rank 0 may have made a call too many
+
+
+def finger(rank: int, op: str, shape: str = "4", number: int = 3) -> str:
+    devices = "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu, memory_format=(nullopt))"
+    tensors = f", OpType={op}, TensorShape=[{shape}], TensorDtypes=Float, {devices}" if shape else f"OpType={op}"
+    return f"Rank {rank} is running collective: CollectiveFingerPrint(SequenceNumber={number}{tensors})"
+
+
+def mismatch(own: str, other: str) -> str:
+    text = f"Detected mismatch between collectives on ranks. {own}, but {other}.Collectives differ in the following"
+    return f"[rank{own.split()[1]}]: RuntimeError: {text} aspects: Op type: ...\n"
+
+
+GARBAGE = finger(0, "GATHER", shape="", number=0)  # what a barrier's report says of the other rank
+RAS = """
+#0-0 (fa93) MISMATCH
+  Communicator ranks have different AllReduce operation counts
+  {} ranks have launched up to operation 64{}
+  2 ranks have launched up to operation 643
+  Rank 6 -- GPU 6 managed by process 11 on node 10.0.0.1
+  Rank 7 -- GPU 7 managed by process 12 on node 10.0.0.1
+"""
+DESYNC = """[rank0]:[E123 01:02:03.4 ProcessGroupNCCL.cpp:1937] Rank 0
+\t - [0] Timeout at collective: ALLREDUCE, #31
+\t - To our best knowledge, {}
+\t - Snapshot of ranks' latest states:
+\t   #18 finished ranks:
+\t     [5] finished ALLREDUCE
+\t   #31 started ranks:
+\t     [0, 1, 2] started ALLREDUCE
+"""
+LAGGING = DESYNC.format("the lagging/dead/mismatched ranks that caused the desync are:\n\t   - [{}")
+NEVER = DESYNC.format("ranks [3] are the lagging ranks that caused this timeout. They never joined any collectives")
+WAITS_FOR_0 = (
+    "[rank1]: RuntimeError: Rank 1 successfully reached monitoredBarrier, but received errors while waiting for "
+    "send/recv from rank 0. Please check rank 0 logs for faulty rank.\n"
+)
+IN_A_BARRIER = finger(1, "BARRIER", "", 7)
+FOUR_FLOATS = "TensorShape=[4], TensorDtypes=Float"
+REPORTS = {  # the log, the ranks and the operation of the verdict
+    "desync": (LAGGING.format("5] finished collective #18, but didn't join collective #19"), [5], "ALLREDUCE"),
+    "desync of two": (LAGGING.format("5, 6] joined but didn't finish collective #18"), [5, 6], "ALLREDUCE"),
+    "never joined": (NEVER, [3], "ALLREDUCE"),
+    "barrier": ("RuntimeError: [Rank 0]: Ranks 2, 3 failed to pass monitoredBarrier in 8000 ms\n", [2, 3], None),
+    "barrier, rank 0": ("[rank0]: starts\n" + WAITS_FOR_0, [0], None),
+    "barrier, rank 0's log is missing": (WAITS_FOR_0, [], None),
+    "fingerprints": (
+        "".join(mismatch(finger(rank, "ALLREDUCE"), finger(2, "BROADCAST")) for rank in (0, 1, 3)),
+        [2],
+        f"ALLREDUCE, {FOUR_FLOATS}",
+    ),
+    "fingerprints, and what a barrier says of others": (
+        mismatch(IN_A_BARRIER, GARBAGE)
+        + mismatch(finger(2, "BARRIER", "", 7), GARBAGE)
+        + mismatch(finger(0, "ALLREDUCE"), IN_A_BARRIER),
+        [0],
+        "BARRIER",
+    ),
+    "fingerprints, two": (
+        mismatch(finger(1, "ALLREDUCE"), finger(0, "BROADCAST")),
+        [],
+        f"ALLREDUCE, {FOUR_FLOATS} against BROADCAST, {FOUR_FLOATS}",
+    ),
+    "RAS, ahead": (RAS.format(30, 0), [], "AllReduce"),
+    "RAS, behind": (RAS.format(30, 5), [6, 7], "AllReduce"),
+}
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_explicit_reports(name, explain):
+    text, ranks, operation = REPORTS[name]
+    answer = explain({"train.log": text})
+    assert answer["rule"] == "explicit_reports" and answer["ranks"] == ranks, answer
+    assert answer["operation"] == operation
+    assert (answer["certainty"] == "likely") == bool(ranks)
+    victims = "".join(watchdog("2.6", rank) for rank in (1, 2, 3))
+    assert explain({"a.log": victims, "train.log": text, "stack_0.txt": IN_REDUCE})["ranks"] == ranks  # it comes first
+
+
+GLOO = "[rank{}]: RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 8000ms for recv operation\n"
+
+
+def test_gloos_errors_name_nobody_and_a_rank_with_an_error_of_its_own_is_named(explain):
+    victims = "".join(GLOO.format(rank) for rank in range(3))
+    assert says(explain({"train.log": victims})) == ([], "cannot tell", "in_logs")
+    answer = explain({"train.log": victims + "[rank3]: ZeroDivisionError: division by zero\n"})
+    assert says(answer) == ([3], "possible", "in_logs") and "division by zero" in answer["because"]
+    # torchrun's --log-dir has a folder per rank
+    files = {f"attempt_0/{rank}/stderr.log": GLOO.format(rank)[9:] for rank in range(3)}
+    files["attempt_0/3/stderr.log"] = "Traceback (most recent call last):\nValueError: no such file\n"
+    assert says(explain(files)) == ([3], "possible", "in_logs")
+
+
+def test_all_kinds_together_and_the_best_one_counts(explain):
+    victims = {"train.log": "".join(watchdog("2.6", rank) for rank in (0, 1, 3))}
+    files = HANGS["one is behind"][0] | stacks(IN_REDUCE, IN_REDUCE, LOADS, IN_REDUCE) | victims
+    assert says(explain(files)) == ([3], "likely", "ranks_behind")  # the dumps say more than the stacks
+    files = HANGS["nobody is behind"][0] | stacks(IN_REDUCE, IN_REDUCE, LOADS, IN_REDUCE) | victims
+    assert says(explain(files)) == ([2], "possible", "in_stacks")
+    assert explain(files)["read"] == {
+        "dumps": [0, 1, 2, 3],
+        "stacks": [0, 1, 2, 3],
+        "lines": explain(files)["read"]["lines"],
+    }
+
+
+# --- What the user sees ---
+
+
+def command(*words: str) -> subprocess.CompletedProcess:
+    """Run the tool with the standard library alone."""
+    return subprocess.run([sys.executable, "-I", "-S", TOOL, *words], capture_output=True, text=True)
+
+
+def test_the_command_prints_a_verdict_or_json_and_cannot_tell_is_an_answer(tmp_path):
+    for name, content in HANGS["one is behind"][0].items():
+        (tmp_path / name).write_bytes(content)
+    shown = command(str(tmp_path))
+    assert shown.returncode == 0 and shown.stdout.splitlines()[0] == "rank 3: likely"
+    parts = [line.split(":")[0] for line in shown.stdout.splitlines()[1:]]
+    assert parts == ["operation", "because", "readings", "collect", "read"]
+    assert json.loads(command("--json", str(tmp_path)).stdout)["ranks"] == [3]
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/readme.md").write_text("Nothing hangs here.\n")
+    shown = command(str(tmp_path / "notes"))
+    assert shown.returncode == 0 and shown.stdout.startswith(
+        "no rank: cannot tell\nbecause:   no line that this tool knows"
+    )
+
+
+class Attack:
+    def __reduce__(self):
+        return print, ("this must not be printed",)
+
+
+BAD = {
+    "rank_1": (pickle.dumps({"entries": [Attack()]}), "it wants to call builtins.print"),
+    "rank_2": (dump(call(1))[:-20], "is not a dump that this tool can read"),
+    "rank_3": (pickle.dumps([{"seq_id": 1}]), "is not a dump that this tool can read"),  # torch 2.2 and older: a list
+    "trace": (dump(call(1)), "the rank as the last number of its name"),
+    "missing.log": (None, "No such file"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_line(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(TOOL.parent)
+    content, message = BAD[name]
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    monkeypatch.setattr(sys, "argv", ["explain_hang.py", str(tmp_path / name)])
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("explain_hang").main()
+    printed = capsys.readouterr()
+    assert ended.value.code == 2 and printed.out == ""
+    assert printed.err.startswith("error: ") and printed.err.count("\n") == 1 and message in printed.err
+
+
+def test_two_dumps_of_one_rank(explain, capsys):
+    with pytest.raises(SystemExit):
+        explain({"a/rank_1": dump(call(1)), "b/rank_1": dump(call(1))})
+    assert "one dump per rank" in capsys.readouterr().err
