@@ -124,7 +124,7 @@ def read(paths):
     return dumps, stacks, lines
 
 
-# --- The rules. Each returns ranks, an operation and a reason, or None if it has nothing to say. ---
+# --- The rules. Each returns ranks, an operation, a reason, and perhaps how sure it is; or None if it is silent. ---
 
 
 def names(ranks):
@@ -212,8 +212,11 @@ def ranks_behind(dumps, stacks, lines):
                 behind.add(rank)
     idle = behind - set(waits)
     if idle:
-        odd = idle if len(idle) <= len(waits) else set(waits)
-        return odd, majority(kinds)[0], f"{names(idle)} waits in no call; waiting: {by_kind(kinds)}"
+        odd, level = (
+            (idle if len(idle) <= len(waits) else set(waits)),
+            "likely" if len(idle) < len(waits) else "possible",
+        )
+        return odd, majority(kinds)[0], f"{names(idle)} waits in no call; waiting: {by_kind(kinds)}", level
     if behind:  # they wait for each other, in different groups
         most, odd = majority(kinds)
         return odd, most, f"waiting for each other: {by_kind(kinds)}"
@@ -278,9 +281,9 @@ def explain(paths):
     """Return the verdict of the first rule that names a rank, or else of the first that says anything."""
     dumps, stacks, lines = read([Path(path) for path in paths])
     answers = [(rule, *answer) for rule in RULES if (answer := rule(dumps, stacks, lines))]
-    rule, ranks, operation, because = next((answer for answer in answers if answer[1]), answers[0])
-    level, readings, collect = RULES[rule]
-    certainty = level if ranks else "cannot tell which rank" if operation else "cannot tell"
+    rule, ranks, operation, because, *level = next((answer for answer in answers if answer[1]), answers[0])
+    usual, readings, collect = RULES[rule]
+    certainty = [*level, usual][0] if ranks else "cannot tell which rank" if operation else "cannot tell"
     answer = {"ranks": sorted(ranks), "operation": operation, "certainty": certainty, "because": because}
     answer |= {"readings": readings if ranks or operation else None, "collect": collect, "rule": rule.__name__}
     return answer | {"read": {"dumps": sorted(dumps), "stacks": sorted(stacks), "lines": len(lines)}}

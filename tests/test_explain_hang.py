@@ -81,7 +81,8 @@ def test_dumps_in_any_order(name, explain):
     answers = [explain(files, reverse) for reverse in (False, True)]
     assert answers[0] == answers[1]
     assert answers[0]["ranks"] == ranks and answers[0]["rule"] == rule, answers[0]
-    assert answers[0]["certainty"] in (["likely"] if ranks else ["cannot tell", "cannot tell which rank"])
+    sure = "possible" if name == "one is ahead" else "likely"  # or the others are slow
+    assert answers[0]["certainty"] in ([sure] if ranks else ["cannot tell", "cannot tell which rank"])
 
 
 def test_a_verdict_names_the_operation_both_readings_and_what_to_collect(explain):

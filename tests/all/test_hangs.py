@@ -1,0 +1,146 @@
+"""explain_hang.py on ranks that really hang: the hangs of lesson 4.6, of lessons 1.4 and 4.1, and of the gallery.
+
+A rank has TIMEOUT_S for each collective, and its dump and stack are taken before. The time only bounds the hangs.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from notebook_rules import ROOT
+from runs import LIMIT
+
+CHAPTER = ROOT / "04-ray-in-production"
+TIMEOUT_S = "30"  # on a busy machine it takes this long to look at 72 ranks
+sys.path.insert(0, str(CHAPTER))
+
+import explain_hang  # noqa: E402
+import hanging_ranks  # noqa: E402
+
+sys.path.remove(str(CHAPTER))
+HANGS = hanging_ranks.GUILTY
+NOBODY = {"two_against_two", "receive_cycle"}
+# What the stacks of all ranks do not say. In the third, rank 3 stands outside, and looks as idle as the guilty rank.
+STACKS_DO_NOT_TELL = {*NOBODY, "opposite_groups", "outside_the_group"}
+UNDER_DETAIL = ["skipped_call", "only_on_rank_0", "slow", "slow_save", "fewer_batches", "outside_the_group"]
+ORDER_MATTERS_TO_TORCHFRTRACE = {"only_on_rank_0", "fewer_batches", "resumes_alone", "two_against_two", "other_shape"}
+
+
+def collect(script: Path, *arguments: object, **environment: str) -> None:
+    variables = {**os.environ, "TIMEOUT_S": TIMEOUT_S, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join([str(CHAPTER), str(ROOT / "05-bug-gallery"), str(ROOT)])
+    command = [sys.executable, script, *map(str, arguments)]
+    subprocess.run(command, env={**variables, **environment}, check=True, timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory) -> Path:
+    """A folder per hang, with what it has left behind."""
+    folder = tmp_path_factory.mktemp("hangs")
+    collect(CHAPTER / "hanging_ranks.py", folder, *HANGS)
+    return folder
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_dumps_of_all_ranks_name_the_guilty_one(name, left):
+    answer = explain_hang.explain([left / name / "dumps"])
+    assert answer["ranks"] == HANGS[name], answer
+    assert answer["certainty"] == ("likely" if HANGS[name] else answer["certainty"])
+    assert (answer["operation"] is None) == (name == "receive_cycle")  # gloo does not record it
+    missing = set(range(4)) - set(answer["read"]["dumps"])
+    assert missing == (set(HANGS[name]) if name in ("stopped", "holds_the_gil") else set())
+    assert (answer["rule"] == "missing_dump") == bool(missing)
+    files = sorted((left / name / "dumps").iterdir())
+    assert explain_hang.explain(files) == explain_hang.explain(files[::-1]) == answer
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_stacks_of_all_ranks_name_most(name, left):
+    answer = explain_hang.explain([left / name / "stacks"])
+    assert answer["ranks"] == ([] if name in STACKS_DO_NOT_TELL else HANGS[name]), answer
+    assert answer["certainty"] in ("possible", "cannot tell which rank", "cannot tell")
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_plain_logs_of_gloo_name_nobody(name, left):
+    answer = explain_hang.explain([left / name / "logs"])
+    assert (answer["ranks"], answer["operation"], answer["certainty"]) == ([], None, "cannot tell"), answer
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_all_evidence_together_is_as_good_as_the_best(name, left):
+    answer = explain_hang.explain([left / name / kind for kind in ("logs", "stacks", "dumps")])
+    assert answer["ranks"] == HANGS[name], answer
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_whom_torchfrtrace_blames_depends_on_the_order_of_the_files(name, left):
+    """It needs the names of the groups, which write_dump has put in."""
+    blamed = [hanging_ranks.torchfrtrace(left / name / "dumps", reverse) for reverse in (False, True)]
+    assert (blamed[0] != blamed[1]) == (name in ORDER_MATTERS_TO_TORCHFRTRACE), blamed
+    if name not in ORDER_MATTERS_TO_TORCHFRTRACE and name not in ("opposite_groups", "receive_cycle"):
+        assert blamed[0] == str(HANGS[name][0])
+
+
+def test_reports_of_detail_name_the_guilty_one(tmp_path):
+    collect(CHAPTER / "hanging_ranks.py", tmp_path, *UNDER_DETAIL, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    for name in UNDER_DETAIL:
+        answer = explain_hang.explain([tmp_path / name / "logs"])
+        assert (answer["ranks"], answer["rule"]) == (HANGS[name], "explicit_reports"), (name, answer)
+
+
+ON_TWO_RANKS = """
+import sys
+import time
+from pathlib import Path
+
+import gallery
+import hanging_ranks
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from shared.distributed import Worker
+
+
+def lesson_1_4(rank):
+    impatient = hanging_ranks.new_group("impatient")
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), group=impatient)
+    time.sleep(3600)
+
+
+def lesson_4_1(rank):
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for step in range(5):
+        while (rank, step) == (1, 3):
+            time.sleep(1)  # its disk is away
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def exhibit(name):
+    return lambda rank: getattr(gallery, name)(Worker(rank, rank, 2), Path(sys.argv[1]))
+
+
+hanging_ranks.RANKS = 2
+exhibits = ["late_a", "late_b", "exhibit_09_before", "exhibit_09_with_two_weights", "exhibit_10_before"]
+exhibits = {name: exhibit(name) for name in exhibits if hasattr(gallery, name)}
+vars(hanging_ranks).update(exhibits, lesson_1_4=lesson_1_4, lesson_4_1=lesson_4_1)
+hanging_ranks.collect([*exhibits, "lesson_1_4", "lesson_4_1"], Path(sys.argv[1]))
+"""
+
+
+def test_the_hangs_of_the_other_lessons_on_two_ranks(tmp_path):
+    script = tmp_path / "two_ranks.py"
+    script.write_text(ON_TWO_RANKS)
+    collect(script, tmp_path / "left")
+    verdicts = {each.name: explain_hang.explain([each / "dumps"]) for each in (tmp_path / "left").iterdir()}
+    assert len(verdicts) > 2
+    for name, answer in verdicts.items():  # it is one rank against one
+        if name.startswith("lesson"):
+            assert (answer["ranks"], answer["certainty"], answer["rule"]) == ([1], "possible", "ranks_behind")
+        assert "all_reduce" in answer["operation"] and answer["certainty"] != "likely", (name, answer)
+        assert "left a call out" in answer["readings"] and "one too many" in answer["readings"]
+        assert explain_hang.explain([tmp_path / "left" / name])["certainty"] != "likely"
