@@ -173,7 +173,7 @@ IN_BARRIER = py_spy("barrier (torch/distributed/distributed_c10d.py:6614)", "<mo
 LOADS = py_spy("select (selectors.py:415)", "_get_data (torch/utils/data/dataloader.py:1295)", "<module> (train.py:40)")
 IN_BACKWARD = py_spy("_engine_run_backward (torch/autograd/graph.py:829)", "step (train.py:20)")
 FAULTHANDLER = (
-    'Fatal\n\nCurrent thread 0x00007f (most recent call first):\n  File "/home/me/train.py", line 40 in <module>\n'
+    'Fatal\n\nCurrent thread 0x00007f (most recent call first):\n  File "/app/train.py", line 40 in <module>\n'
 )
 
 
