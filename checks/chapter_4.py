@@ -483,14 +483,14 @@ def exercise_4_5b(survives: Callable[[str, list[str]], bool]) -> None:
             raise Wrong(f"survives({path!r}, {mounts}) is {expected}, and yours says {seen!r}: {why}")
 
 
-# --- Lesson 4.6: write a hook ----------------------------------------------------------------------------------------
+# --- Lesson 4.8: write a hook ----------------------------------------------------------------------------------------
 
 MOST_SENT, MOST_LOSS = 0.05, 0.25  # a part of DDP's bytes; above DDP's loss
 ARRIVES = 0.5, 1.05  # of a gradient that stays the same
 
 
-@exercise("4.6a", "both ranks agree, the bytes are few, what is left out comes later, and it trains as well.")
-def exercise_4_6a(script: str | Path) -> str:
+@exercise("4.8a", "both ranks agree, the bytes are few, what is left out comes later, and it trains as well.")
+def exercise_4_8a(script: str | Path) -> str:
     """A file with make_state() and hook(state, bucket), a communication hook that sends little and trains as well."""
     refuse_stub(script)
     question = "Does every rank call the same collectives, with tensors of the same length, in each step?"
