@@ -261,10 +261,12 @@ def in_logs(dumps, stacks, lines):
     behind = {rank for rank, (enqueued, over) in counts.items() if rank not in failed and enqueued == over < most}
     if kinds and 0 < len(behind) <= len(failed):
         return behind, majority(kinds)[0], f"{names(behind)} waits in no call; {by_kind(kinds)}"
+    silent = {rank for rank, _ in lines} - set(waits) - victims - {None}
+    hint = f". No error of {names(silent)}: it did not wait, or was ended before" if silent else ""
     if kinds:
         operation = by_kind(kinds) if len(set(kinds.values())) > 1 else None
-        return [], operation, f"{by_kind(kinds)}. They wait, and a log does not say for whom"
-    return [], None, "errors of ranks that wait or lost a partner" if victims else "no line that this tool knows"
+        return [], operation, f"{by_kind(kinds)}. They wait, and a log does not say for whom{hint}"
+    return [], None, f"errors of ranks that wait or lost a partner{hint}" if victims else "no line that this tool knows"
 
 
 RULES = {  # the most reliable one first: how sure it is, what its verdict may mean, what to collect next

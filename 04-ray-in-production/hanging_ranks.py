@@ -61,8 +61,12 @@ def only_on_rank_0(rank):
     dist.barrier()
 
 
+def send_weights() -> None:
+    dist.broadcast(torch.ones(1000), src=0)
+
+
 def other_order(rank):
-    calls = [train_step, lambda: dist.broadcast(torch.ones(1000), src=0)]
+    calls = [train_step, send_weights]
     for call in reversed(calls) if rank == 1 else calls:
         call()
 
@@ -232,8 +236,10 @@ def run_rank(rank: int, name: str, folder: Path) -> None:
     dist.barrier()
     threading.Thread(target=watch, args=(rank, folder), daemon=True).start()
     print(f"[rank{rank}]: training starts", flush=True)
+    hang = globals()[name]
+    hang.__code__ = hang.__code__.replace(co_name="train", co_qualname="train")  # the stacks must not give it away
     try:
-        globals()[name](rank)
+        hang(rank)
         time.sleep(TIMEOUT_S)  # a rank that leaves would end the others' hang
     except Exception as error:
         print(f"[rank{rank}]: {type(error).__name__}: {error}", flush=True)

@@ -121,7 +121,10 @@ def lesson_4_1(rank):
 
 
 def exhibit(name):
-    return lambda rank: getattr(gallery, name)(Worker(rank, rank, 2), Path(sys.argv[1]))
+    def run(rank):
+        getattr(gallery, name)(Worker(rank, rank, 2), Path(sys.argv[1]))
+
+    return run
 
 
 hanging_ranks.RANKS = 2
