@@ -1,6 +1,7 @@
 """Let forked ranks hang in known ways, and collect what each hang leaves behind: for lesson 4.6.
 
 python hanging_ranks.py FOLDER HANG ...    # all at the same time; FOLDER/HANG gets logs, stacks and dumps
+python hanging_ranks.py FOLDER --seed N    # six of them, drawn: into FOLDER/A to FOLDER/F, names in FOLDER/names.json
 
 A rank's log is what it prints. Its stack is what py-spy sees from outside. Its dump is what its flight recorder holds:
 the last 2,000 collectives. On gloo a timeout writes no dump, so a thread in each rank writes it during the hang.
@@ -8,13 +9,14 @@ the last 2,000 collectives. On gloo a timeout writes no dump, so a thread in eac
 
 import argparse
 import contextlib
+import json
 import logging
 import os
 import pickle
+import random
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -96,7 +98,7 @@ def locked(rank):
 def busy_loop(rank):
     for step in range(10):
         train_step()
-        while (rank, step) == (2, 3):
+        while (rank, step) == (1, 3):
             pass
 
 
@@ -155,7 +157,7 @@ def slow_save(rank):
 def stopped(rank):
     for step in range(10):
         train_step()
-        if (rank, step) == (2, 5):
+        if (rank, step) == (3, 5):
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
@@ -191,10 +193,28 @@ def outside_the_group(rank):
 # The guilty ranks. Nobody can say which two of `two_against_two` are wrong; in `receive_cycle` all are.
 GUILTY = {
     "skipped_call": [2], "only_on_rank_0": [0], "other_order": [1], "other_shape": [3], "slow": [1], "locked": [3],
-    "busy_loop": [2], "stuck_loader": [1], "fewer_batches": [3], "swallowed_exception": [2], "resumes_alone": [0],
-    "two_against_two": [], "slow_save": [0], "stopped": [2], "holds_the_gil": [1], "opposite_groups": [3],
+    "busy_loop": [1], "stuck_loader": [1], "fewer_batches": [3], "swallowed_exception": [2], "resumes_alone": [0],
+    "two_against_two": [], "slow_save": [0], "stopped": [3], "holds_the_gil": [1], "opposite_groups": [3],
     "receive_cycle": [], "outside_the_group": [1],
 }  # fmt: skip
+
+
+KINDS = [  # the lesson draws a hang of each kind
+    ("slow", "locked", "busy_loop", "stuck_loader", "slow_save"),
+    ("skipped_call", "fewer_batches", "swallowed_exception"),
+    ("only_on_rank_0", "resumes_alone"),
+    ("stopped", "holds_the_gil"),
+    ("opposite_groups", "outside_the_group"),
+    ("two_against_two", "receive_cycle"),
+]
+
+
+def draw(seed: int) -> dict[str, str]:
+    """Return a hang of each kind by its letter, in a random order."""
+    generator = random.Random(seed)
+    names = [generator.choice(kind) for kind in KINDS]
+    generator.shuffle(names)
+    return dict(zip("ABCDEF", names, strict=True))
 
 
 # --- What a rank does besides. ---------------------------------------------------------------------------------------
@@ -279,17 +299,16 @@ def write_stack(rank: int, pid: int, folder: Path) -> None:
     (folder / f"stacks/rank_{rank}.txt").write_text(done.stdout or done.stderr)
 
 
-def collect(names: list[str], folder: Path) -> None:
-    """Start all hangs at once; collect dumps and stacks while they hang, and logs until the timeout."""
-    folders = {name: folder / name for name in names}
-    pids = {name: start(name, each) for name, each in folders.items()}
+def collect(folders: dict[Path, str]) -> None:
+    """Start a hang for each folder; collect dumps and stacks while all of them hang, and logs until the timeout."""
+    pids = {folder: start(name, folder) for folder, name in folders.items()}
     try:
-        wait_until_quiet(list(folders.values()))
-        for each in folders.values():
-            (each / "now").touch()
-        for name, each in folders.items():
-            for rank, pid in enumerate(pids[name]):
-                write_stack(rank, pid, each)
+        wait_until_quiet(list(folders))
+        for folder in folders:
+            (folder / "now").touch()
+        for folder in folders:
+            for rank, pid in enumerate(pids[folder]):
+                write_stack(rank, pid, folder)
                 if psutil.Process(pid).status() == psutil.STATUS_RUNNING:
                     os.kill(pid, signal.SIGSTOP)  # until the timeout, it would only take a core from the others
         time.sleep(TIMEOUT_S)
@@ -328,6 +347,11 @@ def torchfrtrace(folder: Path, last_rank_first: bool = False) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 3 or not set(sys.argv[2:]) <= set(GUILTY):
-        raise SystemExit(f"usage: hanging_ranks.py FOLDER HANG ..., with HANG one of {', '.join(GUILTY)}")
-    collect(sys.argv[2:], Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("hangs", nargs="*", choices=[*GUILTY, []], metavar="HANG", help=", ".join(GUILTY))
+    parser.add_argument("--seed", type=int)
+    options = parser.parse_args()
+    names = dict(zip(options.hangs, options.hangs, strict=True)) if options.seed is None else draw(options.seed)
+    collect({options.folder / letter: name for letter, name in names.items()})
+    (options.folder / "names.json").write_text(json.dumps(names))

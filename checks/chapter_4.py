@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from checks.machinery import (
     Wrong,
     exercise,
+    expect_answers,
     expect_close,
     expect_success,
     probe,
@@ -481,6 +482,53 @@ def exercise_4_5b(survives: Callable[[str, list[str]], bool]) -> None:
         seen = survives(path, list(mounts))
         if bool(seen) != expected or seen is None:
             raise Wrong(f"survives({path!r}, {mounts}) is {expected}, and yours says {seen!r}: {why}")
+
+
+# --- Lesson 4.6: whose fault is a hang? ------------------------------------------------------------------------------
+
+REDUCE, OTHER, BARRIER = "all_reduce [4]", "all_reduce [8]", "barrier"
+CALLS = (  # what each rank called, the right answer, and what to ask of a wrong one
+    ([[REDUCE] * 3, [REDUCE] * 3, [REDUCE] * 2 + [BARRIER]], (3, [2]), "Which call is the first that differs?"),
+    ([[REDUCE, BARRIER]] + [[REDUCE] * 2] * 3, (2, [0]), "Rank 0 is not the norm: what do most ranks call?"),
+    ([[REDUCE], [OTHER], [REDUCE]], (1, [1]), "Do you count from 1? Does a different size count?"),
+    ([[REDUCE, BARRIER]] * 2 + [[REDUCE, OTHER]] * 2, (2, []), "If two calls are equally frequent, who is right?"),
+    ([[REDUCE], [BARRIER], [OTHER]], (1, []), "If all calls differ, who is right?"),
+    ([[REDUCE] * 3, [REDUCE], [REDUCE] * 3, [REDUCE, BARRIER]], (2, [3]), "Rank 1 did not make call 2. Can it differ?"),
+    ([[REDUCE] * 3, [REDUCE] * 2], None, "A rank that is behind has made no different call."),
+    ([[], []], None, "Nobody has called anything."),
+    ([[REDUCE, OTHER, BARRIER]] * 3 + [[REDUCE, BARRIER, OTHER]] * 2, (2, [3, 4]), "Several ranks may be at fault."),
+)
+
+
+@exercise("4.6a", "the first difference is found, and a tie names nobody.")
+def exercise_4_6a(first_difference: Callable[[dict[int, list[str]]], tuple[int, list[int]] | None]) -> None:
+    """first_difference(calls) -> (number of the call, ranks at fault), or None if no call differs."""
+    for calls, expected, question in CALLS:
+        given = {rank: list(each) for rank, each in enumerate(calls)}
+        seen = first_difference(given)
+        if seen is not None:
+            try:
+                number, ranks = seen
+                seen = int(number), list(ranks)
+            except (TypeError, ValueError):
+                raise Wrong(f"return a number and a list of ranks, or None; yours is {seen!r}") from None
+        if seen != expected:
+            raise Wrong(f"of the calls {dict(enumerate(calls))} your answer is {seen}, expected {expected}. {question}")
+
+
+@exercise("4.6b", "a missing file was not the rank's fault, and one job cannot be decided.")
+def exercise_4_6b(diagnose: Callable[[], dict[str, int | None]]) -> None:
+    """diagnose() -> the rank at fault in each of the recorded jobs "X", "Y" and "Z", or None."""
+    seen = diagnose()
+    expect_answers(seen, "XYZ", [0, 1, 2, 3, None])
+    questions = {  # look here only after you have tried
+        "X": (3, "Which group does each rank wait in? Three of them agree"),
+        "Y": (3, "What does the note say about the missing dump? What do the stacks say without the dumps"),
+        "Z": (None, "How many ranks are in each of the two calls? Could the others be right"),
+    }
+    for job, (rank, question) in questions.items():
+        if seen[job] != rank:
+            raise Wrong(f"for job {job} it is not {seen[job]}. {question}?")
 
 
 # --- Lesson 4.8: write a hook ----------------------------------------------------------------------------------------

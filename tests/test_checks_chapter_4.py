@@ -6,7 +6,9 @@ import math
 import os
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -401,6 +403,41 @@ test_4_5b = judge(checks.exercise_4_5b, [survives], [
     (lambda path, mounts: path.startswith("/") or survives(path, mounts), "it is the node's own disk"),
     (lambda path, mounts: survives(path, mounts) or None, "yours says None"),
 ])  # fmt: skip
+
+
+# --- 4.6: whose fault is a hang? --------------------------------------------------------------------------------------
+
+
+def by_majority(calls, first=1, ties=True, ask_all=False, norm=None):
+    """The solution, or with other arguments a wrong answer."""
+    for at in range(max(map(len, calls.values()))):
+        made = {rank: each[at] if at < len(each) else "" for rank, each in calls.items() if ask_all or at < len(each)}
+        (most, count), *others = Counter(made.values()).most_common()
+        if others:
+            most = made[norm] if norm is not None else most
+            tie = ties and others[0][1] == count and norm is None
+            return at + first, [] if tie else [rank for rank in made if made[rank] != most]
+    return None
+
+
+RIGHT_4_6B = {"X": 3, "Y": 3, "Z": None}
+test_4_6a = judge(checks.exercise_4_6a, [by_majority], {
+    "stub": (stub, "not done yet"),
+    "counts from 0": (partial(by_majority, first=0), "Which call is the first that differs"),
+    "rank 0 is the norm": (partial(by_majority, norm=0), "Rank 0 is not the norm"),
+    "a tie is decided": (partial(by_majority, ties=False), "equally frequent"),
+    "a rank that is behind differs": (partial(by_majority, ask_all=True), "Rank 1 did not make call 2"),
+    "always": (lambda calls: 3, "return a number and a list of ranks"),
+    "never": (lambda calls: None, "first that differs"),
+})  # fmt: skip
+test_4_6b = judge(checks.exercise_4_6b, [RIGHT_4_6B], {
+    "stub": (stub, "not done yet"),
+    "as the tool says": (RIGHT_4_6B | {"Y": 1}, "What does the note say about the missing dump"),
+    "somebody must be wrong": (RIGHT_4_6B | {"Z": 2}, "Could the others be right"),
+    "the majority": (RIGHT_4_6B | {"X": 0}, "Which group does each rank wait in"),
+    "a word": (RIGHT_4_6B | {"Z": "nobody"}, "which is not one of"),
+    "two jobs": ({"X": 3, "Y": 3}, "return a dict with the keys"),
+}, prepare="returned")  # fmt: skip
 
 
 # --- 4.8: write a hook ------------------------------------------------------------------------------------------------

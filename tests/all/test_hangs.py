@@ -61,6 +61,7 @@ def test_stacks_of_all_ranks_name_most(name, left):
     answer = explain_hang.explain([left / name / "stacks"])
     assert answer["ranks"] == ([] if name in STACKS_DO_NOT_TELL else HANGS[name]), answer
     assert answer["certainty"] in ("possible", "cannot tell which rank", "cannot tell")
+    assert (answer["operation"] is None) == (name in ("opposite_groups", "receive_cycle"))  # all in one line
 
 
 @pytest.mark.parametrize("name", HANGS)
@@ -131,7 +132,7 @@ hanging_ranks.RANKS = 2
 exhibits = ["late_a", "late_b", "exhibit_09_before", "exhibit_09_with_two_weights", "exhibit_10_before"]
 exhibits = {name: exhibit(name) for name in exhibits if hasattr(gallery, name)}
 vars(hanging_ranks).update(exhibits, lesson_1_4=lesson_1_4, lesson_4_1=lesson_4_1)
-hanging_ranks.collect([*exhibits, "lesson_1_4", "lesson_4_1"], Path(sys.argv[1]))
+hanging_ranks.collect({Path(sys.argv[1], name): name for name in [*exhibits, "lesson_1_4", "lesson_4_1"]})
 """
 
 
