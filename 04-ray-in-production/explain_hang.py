@@ -117,8 +117,8 @@ def read(paths):
         text = content.decode(errors="replace")
         stacks |= read_stacks(text, rank)
         rank = rank_of(path, any_number=False)
-        # A terminal may have wrapped the line inside WorkNCCL(...). `[Rank 1]` is the rank in its group.
-        for line in re.sub(r"(?<=[(,])[ \t]*\n\s*(?=[A-Z]\w+[=(])", "", text).splitlines():
+        # A terminal may have wrapped a watchdog's line. `[Rank 1]` is the rank in its group.
+        for line in re.sub(r"(?<=[(,\]])[ \t]*\n\s*(?=[A-Z]\w+[=(]|Watchdog c)", "", text).splitlines():
             prefix = re.search(r"\[rank(\d+)\]:", line) or (rank is None and re.search(r"Rank (\d+)\]", line))
             lines.append((int(prefix[1]) if prefix else rank, line))
     return dumps, stacks, lines
@@ -128,7 +128,8 @@ def read(paths):
 
 
 def names(ranks):
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(str(rank) for rank in sorted(ranks, key=str))}"
+    numbers = sorted("?" if rank is None else str(rank) for rank in ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"
 
 
 def by_kind(kinds):
@@ -261,10 +262,10 @@ def in_logs(dumps, stacks, lines):
     behind = {rank for rank, (enqueued, over) in counts.items() if rank not in failed and enqueued == over < most}
     if kinds and 0 < len(behind) <= len(failed):
         return behind, majority(kinds)[0], f"{names(behind)} waits in no call; {by_kind(kinds)}"
-    silent = {rank for rank, _ in lines} - set(waits) - victims - {None}
-    hint = f". No error of {names(silent)}: it did not wait, or was ended before" if silent else ""
+    silent = {rank for rank, _ in lines} - {rank for rank, line in lines if TRANSPORT.search(line)} - {None}
+    hint = f". {names(silent)} reports nothing: did not wait, or was ended before" if silent else ""
     if kinds:
-        operation = by_kind(kinds) if len(set(kinds.values())) > 1 else None
+        operation = by_kind(kinds) if len(set(kinds.values())) > 1 else None  # the numbers count per group
         return [], operation, f"{by_kind(kinds)}. They wait, and a log does not say for whom{hint}"
     return [], None, f"errors of ranks that wait or lost a partner{hint}" if victims else "no line that this tool knows"
 

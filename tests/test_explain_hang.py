@@ -245,7 +245,8 @@ def test_a_watchdogs_line_comes_from_a_victim(version, explain):
     assert says(answer) == ([], "cannot tell", "in_logs") and answer["operation"] is None
     assert answer["because"].startswith("ranks 0, 2, 3: ALLREDUCE, call 12. They wait")
     assert "dumps of all ranks" in answer["collect"] and "stacks of all ranks" in answer["collect"]
-    wrapped = explain({"train.log": same.replace(", OpType", ",\n  OpType").replace("(SeqNum", "(\nSeqNum")})
+    cut = same.replace(", OpType", ",\n  OpType").replace("(SeqNum", "(\nSeqNum").replace("] Watchdog", "]\n Watchdog")
+    wrapped = explain({"train.log": cut})
     assert wrapped["because"] == answer["because"]
     different = same + watchdog(version, 1, op="_ALLGATHER_BASE")
     answer = explain({"train.log": different})
@@ -347,6 +348,8 @@ GLOO = "[rank{}]: RuntimeError: [gloo/transport/tcp/unbound_buffer.cc:78] Timed 
 def test_gloos_errors_name_nobody_and_a_rank_with_an_error_of_its_own_is_named(explain):
     victims = "".join(GLOO.format(rank) for rank in range(3))
     assert says(explain({"train.log": victims})) == ([], "cannot tell", "in_logs")
+    silent = explain({"train.log": victims + "[rank3]: training starts\n"})  # a hint, and no verdict
+    assert says(silent) == ([], "cannot tell", "in_logs") and "rank 3 reports nothing" in silent["because"]
     answer = explain({"train.log": victims + "[rank3]: ZeroDivisionError: division by zero\n"})
     assert says(answer) == ([3], "possible", "in_logs") and "division by zero" in answer["because"]
     # torchrun's --log-dir has a folder per rank
