@@ -59,17 +59,21 @@ def rank_of(path, any_number):
 
 
 def read_dump(path, content):
-    """Return a dump's calls by group and number, the first call that waits, and the ranks of all groups."""
+    """Return a dump's calls by group and number, the first call that waits, and the ranks of each group.
+
+    A group is its title, its name and, as text, its ranks: "" if the dump does not say.
+    """
     try:
         dump = PlainData(io.BytesIO(content)).load() if content[:1] == b"\x80" else json.loads(content)
-        ranks = {name: ast.literal_eval(str(each["ranks"])) for name, each in (dump.get("pg_config") or {}).items()}
+        ranks = {name: str(each["ranks"]) for name, each in (dump.get("pg_config") or {}).items()}
+        assert all(re.fullmatch(r"\[[\d, ]*\]", each) for each in ranks.values()), ranks
         calls, waits = defaultdict(dict), None
         for at, entry in enumerate(dump["entries"]):
             (name, title), (backend, _, op) = entry["process_group"], entry["profiling_name"].rpartition(":")
             # A call without a group's name, as DETAIL makes them on gloo, cannot be compared.
             if not name or entry.get("is_p2p") or op.startswith(("send", "recv")):
                 continue
-            group = (f"group {name}" if title in ("", "undefined") else title, name, *ranks.get(name, ()))
+            group = (f"group {name}" if title in ("", "undefined") else title, name, ranks.get(name, ""))
             number = entry.get("collective_seq_id", entry.get("seq_id"))
             sizes = "" if UNEVEN.search(op) else str(entry["input_sizes"]).replace(" ", "")
             what = " ".join(filter(None, [op, sizes, *(entry.get("input_dtypes") or [])]))
@@ -78,7 +82,7 @@ def read_dump(path, content):
             over = entry["state"] == "completed" or (entry["retired"] and backend != "nccl")
             if not over and not waits:
                 waits = (group, number, f"{what}, call {number} of {group[0]}")
-        return {"calls": dict(calls), "waits": waits, "ranks": {rank for each in ranks.values() for rank in each}}
+        return {"calls": calls, "waits": waits, "ranks": set(ranks.values())}
     except Exception as error:  # whatever is in the file
         stop(f"{path} is not a dump that this tool can read: {type(error).__name__}: {error}")
 
@@ -128,14 +132,21 @@ def read(paths):
 
 
 def names(ranks):
-    numbers = sorted("?" if rank is None else str(rank) for rank in ranks)
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(numbers)}"
+    """Return the ranks in words, such as "ranks 0-62, 64". A line in a log may come from an unknown rank, None."""
+    spans = []
+    for rank in sorted(ranks, key=lambda rank: -1 if rank is None else rank):
+        if spans and spans[-1][-1] is not None and spans[-1][-1] + 1 == rank:
+            spans[-1].append(rank)
+        else:
+            spans.append([rank])
+    words = [f"{span[0]}-{span[-1]}" if len(span) > 2 else ", ".join(map(str, span)) for span in spans]
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(words)}".replace("None", "?")
 
 
 def by_kind(kinds):
     """Describe who does what, by the dict `kinds` from ranks to what they do."""
     ranks = defaultdict(list)
-    for rank in sorted(kinds, key=str):
+    for rank in sorted(kinds, key=lambda rank: -1 if rank is None else rank):
         ranks[kinds[rank]].append(rank)
     return "; ".join(f"{names(ranks[kind])}: {kind}" for kind in ranks)
 
@@ -175,14 +186,17 @@ def explicit_reports(dumps, stacks, lines):
 
 def members(group, dumps):
     """Return the ranks of a group. A dump that gloo has written itself does not list them."""
-    everyone = set(dumps).union(*(dump["ranks"] for dump in dumps.values()))
-    callers = {rank for rank, dump in dumps.items() if group in dump["calls"]}
-    return set(group[2:]) or (everyone if group[0] == "default_pg" else callers)
+    if group[2]:
+        return set(ast.literal_eval(group[2]))
+    if group[0] == "default_pg":
+        texts = set().union(*(dump["ranks"] for dump in dumps.values()))
+        return set(dumps).union(*map(ast.literal_eval, texts))
+    return {rank for rank, dump in dumps.items() if group in dump["calls"]}
 
 
 def missing_dump(dumps, stacks, lines):
     waits = {rank: dump["waits"] for rank, dump in sorted(dumps.items()) if dump["waits"]}
-    missing = set().union(*(members(group, dumps) for group, _, _ in waits.values())) - set(dumps)
+    missing = set().union(*(members(group, dumps) for group in {group for group, _, _ in waits.values()})) - set(dumps)
     if missing and len(missing) < len(dumps):
         kinds = {rank: call for rank, (_, _, call) in waits.items()}
         return missing, majority(kinds)[0], f"{names(missing)} wrote no dump; waiting: {by_kind(kinds)}"
@@ -206,11 +220,15 @@ def first_difference(dumps, stacks, lines):
 
 def ranks_behind(dumps, stacks, lines):
     waits = {rank: dump["waits"] for rank, dump in sorted(dumps.items()) if dump["waits"]}
-    kinds, behind = {rank: call for rank, (_, _, call) in waits.items()}, set()
+    kinds, reached, behind = {rank: call for rank, (_, _, call) in waits.items()}, {}, set()
     for group, number, _ in waits.values():
-        for rank in members(group, dumps) & set(dumps):
-            if max(dumps[rank]["calls"].get(group, {}), default=-1) < number:
-                behind.add(rank)
+        reached[group] = max(number, reached.get(group, number))
+    for group, number in reached.items():
+        behind |= {
+            rank
+            for rank in members(group, dumps) & set(dumps)
+            if max(dumps[rank]["calls"].get(group, {}), default=-1) < number
+        }
     idle = behind - set(waits)
     if idle:
         odd, level = (

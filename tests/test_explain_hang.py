@@ -97,6 +97,14 @@ def test_a_verdict_names_the_operation_both_readings_and_what_to_collect(explain
     assert "numbers have grown" in explain(HANGS["one is behind"][0])["collect"]  # slow looks like hung
 
 
+def test_of_a_thousand_ranks_one_is_behind(explain):
+    everyone = {"groups": {"0": str(list(range(1000)))}}
+    files = {f"rank_{rank}": dump(*(LATE if rank == 640 else HERE), **everyone) for rank in range(1000)}
+    answer = explain(files)
+    assert says(answer) == ([640], "likely", "ranks_behind")
+    assert "rank 640 waits in no call; waiting: ranks 0-639, 641-999: all_reduce" in answer["because"]
+
+
 def test_the_recorder_forgets_and_only_what_all_ranks_remember_is_compared(explain):
     long = [call(number) for number in range(1, 9)]
     answer = explain(dumps([*long, call(9, over=False)], long[4:], [*long[4:], call(9, over=False)], long[6:]))
