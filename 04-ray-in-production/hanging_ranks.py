@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 RANKS = 4
 TIMEOUT_S = float(os.getenv("TIMEOUT_S", "8"))  # of every collective
-QUIET_S = 2.0  # no rank has made a call for so long: they hang
+QUIET_S = float(os.getenv("QUIET_S", "2"))  # no rank has made a call for so long: they hang
 FOREVER = 3600
 
 

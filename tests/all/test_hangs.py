@@ -29,7 +29,13 @@ ORDER_MATTERS_TO_TORCHFRTRACE = {"only_on_rank_0", "fewer_batches", "resumes_alo
 
 
 def collect(script: Path, *arguments: object, **environment: str) -> None:
-    variables = {**os.environ, "TIMEOUT_S": TIMEOUT_S, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    variables = {
+        **os.environ,
+        "TIMEOUT_S": TIMEOUT_S,
+        "QUIET_S": "5",
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     variables["PYTHONPATH"] = os.pathsep.join([str(CHAPTER), str(ROOT / "05-bug-gallery"), str(ROOT)])
     command = [sys.executable, script, *map(str, arguments)]
     subprocess.run(command, env={**variables, **environment}, check=True, timeout=LIMIT)
@@ -101,6 +107,7 @@ import gallery
 import hanging_ranks
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # which DDP imports: before the ranks are forked, or each would do it
 from torch.nn.parallel import DistributedDataParallel
 
 from shared.distributed import Worker
