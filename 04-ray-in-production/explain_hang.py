@@ -22,7 +22,7 @@ from pathlib import Path
 UNEVEN = re.compile("all_?to_?all|gather$|scatter$|_v(_|$)")  # here the ranks' sizes may differ
 WAITING = re.compile(r"distributed_c10d\.py|_engine_run_backward|torch/cuda/.*synchronize")
 LIBRARY = re.compile(r"(^|/)((torch|re|multiprocessing|site-packages)/|(threading|selectors|queue)\.py)|/lib/python|^<")
-TRANSPORT = re.compile("gloo|nccl|c10d|connection|timed? ?out|watchdog|sigterm|childfailed|monitoredbarrier", re.I)
+TRANSPORT = re.compile("gloo|nccl|c10d|collective|connection|timed? ?out|watchdog|sigterm|childfailed|barrier", re.I)
 
 STACKS = "stacks of all ranks: py-spy dump --pid PID"
 DUMPS = "dumps of all ranks: NCCL writes them on a timeout, and on gloo a thread has to call _dump_fr_trace"
@@ -194,15 +194,26 @@ def members(group, dumps):
     return {rank for rank, dump in dumps.items() if group in dump["calls"]}
 
 
+def waiting(dumps):
+    """Return the groups in which ranks wait, with the highest number waited for, and each rank's call."""
+    groups, kinds = {}, {}
+    for rank, dump in sorted(dumps.items()):
+        if dump["waits"]:
+            group, number, kinds[rank] = dump["waits"]
+            groups[group] = max(number, groups.get(group, number))
+    return groups, kinds
+
+
 def missing_dump(dumps, stacks, lines):
-    waits = {rank: dump["waits"] for rank, dump in sorted(dumps.items()) if dump["waits"]}
-    missing = set().union(*(members(group, dumps) for group in {group for group, _, _ in waits.values()})) - set(dumps)
+    """Find the members of groups that wait whose dumps are missing, unless most dumps are."""
+    groups, kinds = waiting(dumps)
+    missing = set().union(*(members(group, dumps) for group in groups)) - set(dumps)
     if missing and len(missing) < len(dumps):
-        kinds = {rank: call for rank, (_, _, call) in waits.items()}
         return missing, majority(kinds)[0], f"{names(missing)} wrote no dump; waiting: {by_kind(kinds)}"
 
 
 def first_difference(dumps, stacks, lines):
+    """Find the first call of a group that is not the same on all ranks, and the ranks that differ from most."""
     found = []
     for group in set().union(*(dump["calls"] for dump in dumps.values())):
         calls = {rank: dump["calls"][group] for rank, dump in dumps.items() if group in dump["calls"]}
@@ -219,32 +230,28 @@ def first_difference(dumps, stacks, lines):
 
 
 def ranks_behind(dumps, stacks, lines):
-    waits = {rank: dump["waits"] for rank, dump in sorted(dumps.items()) if dump["waits"]}
-    kinds, reached, behind = {rank: call for rank, (_, _, call) in waits.items()}, {}, set()
-    for group, number, _ in waits.values():
-        reached[group] = max(number, reached.get(group, number))
-    for group, number in reached.items():
-        behind |= {
-            rank
-            for rank in members(group, dumps) & set(dumps)
-            if max(dumps[rank]["calls"].get(group, {}), default=-1) < number
-        }
-    idle = behind - set(waits)
+    """Find the ranks that have not reached a call in which others wait, and that wait in none themselves."""
+    groups, kinds = waiting(dumps)
+    behind = set()
+    for group, number in groups.items():
+        for rank in members(group, dumps) & set(dumps):
+            if max(dumps[rank]["calls"].get(group, {}), default=-1) < number:
+                behind.add(rank)
+    idle = behind - set(kinds)
     if idle:
-        odd, level = (
-            (idle if len(idle) <= len(waits) else set(waits)),
-            "likely" if len(idle) < len(waits) else "possible",
-        )
+        level = "likely" if len(idle) < len(kinds) else "possible"
+        odd = idle if len(idle) <= len(kinds) else set(kinds)
         return odd, majority(kinds)[0], f"{names(idle)} waits in no call; waiting: {by_kind(kinds)}", level
     if behind:  # they wait for each other, in different groups
         most, odd = majority(kinds)
         return odd, most, f"waiting for each other: {by_kind(kinds)}"
     if dumps:
-        reason = f"nobody whose dump is here is behind in {by_kind(kinds)}" if waits else "no recorded call waits"
+        reason = f"nobody whose dump is here is behind in {by_kind(kinds)}" if kinds else "no recorded call waits"
         return [], None, f"{reason} (dumps of {names(dumps)}; sends and receives are not followed)"
 
 
 def in_stacks(dumps, stacks, lines):
+    """Find the ranks that are in no collective, if they are few, or else those that are in a different line."""
     if len(stacks) < 2:
         return None
     places, waits = {}, {}
@@ -262,6 +269,7 @@ def in_stacks(dumps, stacks, lines):
 
 
 def in_logs(dumps, stacks, lines):
+    """Find a rank that failed by itself, or that waited in nothing when the watchdogs of others reported."""
     waits, counts, failed, errors, victims = defaultdict(set), {}, set(), {}, set()
     for rank, line in lines:
         if found := re.search(r"WorkNCCL\(SeqNum=(\d+), *OpType=(\w+)", line):
@@ -271,7 +279,7 @@ def in_logs(dumps, stacks, lines):
             counts.setdefault(rank, (int(found[1]), int(found[2])))
             if "detected by watchdog" in line:
                 failed.add(rank)
-        if found := re.search(r"\w+(Error|Exception): .*", line):
+        if found := re.search(r"\w+(Error|Exception): .*|Watchdog caught.*", line):
             victims.add(rank) if TRANSPORT.search(found[0]) else errors.setdefault(rank, found[0])
     kinds = {rank: " and ".join(sorted(calls)) for rank, calls in waits.items()}
     if errors and None not in errors and victims - set(errors):

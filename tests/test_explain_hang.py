@@ -262,6 +262,13 @@ def test_a_watchdogs_line_comes_from_a_victim(version, explain):
     assert "rank 1: _ALLGATHER_BASE, call 12" in answer["operation"]
 
 
+def test_the_watchdog_of_the_backend_nccl2_names_no_operation(explain):
+    """Torch 2.15 has this backend, too. We know its line from the library alone."""
+    line = "[rank{}]:[E123 01:02:03.4] Watchdog caught collective operation timeout: NCCL operation timed out\n"
+    answer = explain({"train.log": line.format(0) + line.format(1) + "[rank2]: step 7\n"})
+    assert says(answer) == ([], "cannot tell", "in_logs") and "rank 2 reports nothing" in answer["because"]
+
+
 @pytest.mark.parametrize("version", ["2.5", "2.6"])
 def test_a_rank_that_waits_for_nothing_while_the_watchdogs_of_others_report(version, explain):
     victims = "".join(watchdog(version, rank) for rank in (0, 2, 3))
