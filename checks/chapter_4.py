@@ -531,14 +531,14 @@ def exercise_4_6b(diagnose: Callable[[], dict[str, int | None]]) -> None:
             raise Wrong(f"for job {job} it is not {seen[job]}. {question}?")
 
 
-# --- Lesson 4.8: write a hook ----------------------------------------------------------------------------------------
+# --- Lesson 4.7: write a hook ----------------------------------------------------------------------------------------
 
 MOST_SENT, MOST_LOSS = 0.05, 0.25  # a part of DDP's bytes; above DDP's loss
 ARRIVES = 0.5, 1.05  # of a gradient that stays the same
 
 
-@exercise("4.8a", "both ranks agree, the bytes are few, what is left out comes later, and it trains as well.")
-def exercise_4_8a(script: str | Path) -> str:
+@exercise("4.7a", "both ranks agree, the bytes are few, what is left out comes later, and it trains as well.")
+def exercise_4_7a(script: str | Path) -> str:
     """A file with make_state() and hook(state, bucket), a communication hook that sends little and trains as well."""
     refuse_stub(script)
     question = "Does every rank call the same collectives, with tensors of the same length, in each step?"

@@ -440,9 +440,9 @@ test_4_6b = judge(checks.exercise_4_6b, [RIGHT_4_6B], {
 }, prepare="returned")  # fmt: skip
 
 
-# --- 4.8: write a hook ------------------------------------------------------------------------------------------------
+# --- 4.7: write a hook ------------------------------------------------------------------------------------------------
 
-SOLUTION_4_8 = written(Path(__file__).parents[1] / "04-ray-in-production/solutions/08_write_a_hook.ipynb", "write-hook")
+SOLUTION_4_7 = written(Path(__file__).parents[1] / "04-ray-in-production/solutions/07_write_a_hook.ipynb", "write-hook")
 SIGNS = """
 import torch
 import torch.distributed as dist
@@ -472,7 +472,7 @@ def hook(memory, bucket):
     future.set_result(bucket.buffer())
     return future
 """
-FAULTS_4_8 = {  # by name: what to replace, by what, and what the check says
+FAULTS_4_7 = {  # by name: what to replace, by what, and what the check says
     "forgets": (" + memory.get(parameter, 0)", "", "What becomes of what a rank does not send"),
     "cannot find it": ("memory.get(parameter, 0)", "memory.get(bucket.index(), 0)", "find it again"),
     "the sum": (" / dist.get_world_size())", ")", "do you return the mean over the ranks"),
@@ -482,14 +482,14 @@ FAULTS_4_8 = {  # by name: what to replace, by what, and what the check says
     "own lengths": ("len(wanted) // 100)", "len(wanted) // (100 + dist.get_rank()))",
                     "same length|failed|do not match"),
 }  # fmt: skip
-assert all(SOLUTION_4_8.count(old) == 1 for old, _, _ in FAULTS_4_8.values())
-test_4_8a = ON_RANKS.judge(
-    checks.exercise_4_8a, 2, "hook_on_trial", "", {"largest": SOLUTION_4_8, "signs": SIGNS},
-    {name: (SOLUTION_4_8.replace(old, new), because) for name, (old, new, because) in FAULTS_4_8.items()},
+assert all(SOLUTION_4_7.count(old) == 1 for old, _, _ in FAULTS_4_7.values())
+test_4_7a = ON_RANKS.judge(
+    checks.exercise_4_7a, 2, "hook_on_trial", "", {"largest": SOLUTION_4_7, "signs": SIGNS},
+    {name: (SOLUTION_4_7.replace(old, new), because) for name, (old, new, because) in FAULTS_4_7.items()},
 )  # fmt: skip
 
 
 def test_a_hook_that_is_a_stub_is_not_done_yet(tmp_path, capsys):
-    lesson = Path(__file__).parents[1] / "04-ray-in-production/08_write_a_hook.ipynb"
+    lesson = Path(__file__).parents[1] / "04-ray-in-production/07_write_a_hook.ipynb"
     (tmp_path / "my_hook.py").write_text(written(lesson, "write-hook"))
-    assert_rejects(checks.exercise_4_8a, tmp_path / "my_hook.py", "not done yet", capsys)
+    assert_rejects(checks.exercise_4_7a, tmp_path / "my_hook.py", "not done yet", capsys)
