@@ -238,19 +238,19 @@ def exhibit_3_torch(worker, folder):
 
 
 @contextmanager
-def norm_in_float32() -> Iterator[None]:
-    """Let torch.optim.Muon compute the norm of a gradient in float32, and all else in bfloat16 as before."""
+def norm_in_float64() -> Iterator[None]:
+    """Let torch.optim.Muon compute the norm of a gradient in float64, and all else in bfloat16 as before."""
     norm = torch.Tensor.norm
 
     def patched(self, *args, **kwargs):
-        return norm(self.float() if self.dtype == torch.bfloat16 else self, *args, **kwargs)
+        return norm(self.double() if self.dtype == torch.bfloat16 else self, *args, **kwargs)
 
     with mock.patch.object(torch.Tensor, "norm", patched):
         yield
 
 
-def exhibit_3_float32_norm(worker, folder):
-    with norm_in_float32():
+def exhibit_3_float64_norm(worker, folder):
+    with norm_in_float64():
         return exhibit_3_torch(worker, folder)
 
 
