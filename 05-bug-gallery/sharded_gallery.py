@@ -4,7 +4,8 @@ run_gallery.py runs them on two ranks. An exhibit takes the rank's `Worker` and 
 the rank reports. Exhibits have no docstrings, because the lesson prints them and asks what is wrong.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from unittest import mock
 
 import torch
@@ -20,7 +21,7 @@ from shared.distributed import Worker
 STEPS, LR = 8, 0.5
 
 
-# --- What several exhibits use. None of it has a mistake. ------------------------------------------------------------
+# --- What several exhibits use. None of it contains a mistake. -------------------------------------------------------
 
 
 def new_model() -> torch.nn.Module:
@@ -66,14 +67,14 @@ def accuracy(model: torch.nn.Module) -> float:
 # --- 1 ---------------------------------------------------------------------------------------------------------------
 
 
-def exhibit_21_before(worker, folder):
+def exhibit_1_before(worker, folder):
     model = new_model()
     optimizer = sgd(model.parameters())
     shard(model, worker)
     return train(model, optimizer, worker)
 
 
-def exhibit_21_fixed(worker, folder):
+def exhibit_1_fixed(worker, folder):
     model = new_model()
     shard(model, worker)
     optimizer = sgd(model.parameters())
@@ -107,7 +108,8 @@ def micro_batches(worker: Worker, step: int) -> list[tuple[torch.Tensor, torch.T
 
 def questions_for(engine) -> ThreeQuestions:
     """Return the questions, without any where DeepSpeed has no gradient to show before the step, or only slices."""
-    if engine.zero_optimization_stage() != 2 or not engine.managed_gradient_accumulation():
+    shows_gradients = engine.managed_gradient_accumulation() and engine.gradient_accumulation_steps() == 1
+    if engine.zero_optimization_stage() != 2 or not shows_gradients:
         return mock.Mock(answers={})
     return ThreeQuestions(engine.module, None, new_model().float(), sgd, *global_batch(0))
 
@@ -118,7 +120,7 @@ def full_gradient(parameter: torch.Tensor) -> torch.Tensor:
     return safe_get_full_grad(parameter)
 
 
-def exhibit_22_before(worker, folder, stage=2, **more):
+def exhibit_2_before(worker, folder, stage=2, **more):
     engine, losses = new_engine(stage, **more), []
     questions = questions_for(engine)
     for step in range(STEPS):
@@ -134,7 +136,7 @@ def exhibit_22_before(worker, folder, stage=2, **more):
     return {"losses": losses, "answers": questions.answers}
 
 
-def exhibit_22_fixed(worker, folder, stage=2, **more):
+def exhibit_2_fixed(worker, folder, stage=2, **more):
     engine, losses = new_engine(stage, **more), []
     questions = questions_for(engine)
     for step in range(STEPS):
@@ -151,20 +153,24 @@ def exhibit_22_fixed(worker, folder, stage=2, **more):
     return {"losses": losses, "answers": questions.answers}
 
 
-def exhibit_22_unmanaged(worker, folder):
-    return exhibit_22_before(worker, folder, managed_gradient_accumulation=False)
+def exhibit_2_unmanaged(worker, folder):
+    return exhibit_2_before(worker, folder, managed_gradient_accumulation=False)
 
 
-def exhibit_22_stage_0(worker, folder):
-    return exhibit_22_before(worker, folder, stage=0)
+def exhibit_2_set_to_2(worker, folder):
+    return exhibit_2_before(worker, folder, gradient_accumulation_steps=2)
 
 
-def exhibit_22_stage_1(worker, folder):
-    return exhibit_22_before(worker, folder, stage=1)
+def exhibit_2_stage_0(worker, folder):
+    return exhibit_2_before(worker, folder, stage=0)
 
 
-def exhibit_22_stage_3(worker, folder):
-    return exhibit_22_before(worker, folder, stage=3)
+def exhibit_2_stage_1(worker, folder):
+    return exhibit_2_before(worker, folder, stage=1)
+
+
+def exhibit_2_stage_3(worker, folder):
+    return exhibit_2_before(worker, folder, stage=3)
 
 
 # --- 3 ---------------------------------------------------------------------------------------------------------------
@@ -208,13 +214,13 @@ class MuonOnOneProcess(MatrixOptimizer):
             parameter.sub_(0.1 * orthogonalize(parameter.grad))
 
 
-def exhibit_23_before(worker, folder):
+def exhibit_3_before(worker, folder):
     model = new_model()
     shard(model, worker)
     return train(model, MuonBefore(model.parameters()), worker, rule=MuonOnOneProcess)
 
 
-def exhibit_23_fixed(worker, folder):
+def exhibit_3_fixed(worker, folder):
     model = new_model()
     shard(model, worker)
     return train(model, MuonFixed(model.parameters()), worker, rule=MuonOnOneProcess)
@@ -225,16 +231,33 @@ def muon_of_torch(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Muon(matrices, lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0)
 
 
-def exhibit_23_torch(worker, folder):
+def exhibit_3_torch(worker, folder):
     model = new_model()
     shard(model, worker)
     return train(model, muon_of_torch(model.parameters()), worker, rule=muon_of_torch)
 
 
+@contextmanager
+def norm_in_float64() -> Iterator[None]:
+    """Let torch.optim.Muon compute the norm of a gradient in float64, and all else in bfloat16 as before."""
+    norm = torch.Tensor.norm
+
+    def patched(self, *args, **kwargs):
+        return norm(self.double() if self.dtype == torch.bfloat16 else self, *args, **kwargs)
+
+    with mock.patch.object(torch.Tensor, "norm", patched):
+        yield
+
+
+def exhibit_3_float64_norm(worker, folder):
+    with norm_in_float64():
+        return exhibit_3_torch(worker, folder)
+
+
 # --- 4 ---------------------------------------------------------------------------------------------------------------
 
 
-def exhibit_24_before(worker, folder):
+def exhibit_4_before(worker, folder):
     model = new_model()
     shard(model, worker)
     worker.log(f"accuracy before training: {accuracy(model):.3f}")
@@ -242,7 +265,7 @@ def exhibit_24_before(worker, folder):
     return train(model, optimizer, worker)
 
 
-def exhibit_24_fixed(worker, folder):
+def exhibit_4_fixed(worker, folder):
     model = new_model()
     shard(model, worker)
     optimizer = sgd(model.parameters())
@@ -250,7 +273,7 @@ def exhibit_24_fixed(worker, folder):
     return train(model, optimizer, worker)
 
 
-def exhibit_24_resharded(worker, folder):
+def exhibit_4_resharded(worker, folder):
     model = new_model()
     shard(model, worker)
     worker.log(f"accuracy before training: {accuracy(model):.3f}")

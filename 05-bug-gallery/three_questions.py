@@ -23,9 +23,9 @@ def gap(seen: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float
 class ThreeQuestions:
     """The answers for one run, in `answers`: "held", "gradients" and "change".
 
-    held: how many of the optimizer's parameters are the model's, and how many it has; not asked without an optimizer,
-    because DeepSpeed's holds slices of its own. gradients: how far the gradients
-    before the first step are from those of one process (`gap`). change: the same for the change of the weights.
+    held: how many of the model's parameters the optimizer holds, and how many the model has. It is not asked without
+    an optimizer, because DeepSpeed's holds slices of its own. gradients: how far the gradients before the first step
+    are from those of one process (`gap`). change: the same for the change of the weights.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class ThreeQuestions:
         parameters = list(self.model.parameters())
         if self.optimizer is not None:
             held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-            own = sum(any(parameter is one for one in parameters) for parameter in held)
-            self.answers["held"] = [own, len(held)]
+            found = sum(any(parameter is one for one in held) for parameter in parameters)
+            self.answers["held"] = [found, len(parameters)]
         gradients = [whole(gradient_of(parameter)) for parameter in parameters]
         self.answers["gradients"] = gap(gradients, self.gradients)
         self.before = [whole(parameter) for parameter in parameters]
