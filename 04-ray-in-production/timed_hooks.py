@@ -1,4 +1,4 @@
-"""Train a small network with several communication hooks, over one network after the other, and time each step.
+"""Train a small model with several communication hooks, on one network after another, and time each step.
 
 torchrun ... timed_hooks.py HOOKS.py OUT.json SEED STEPS MBIT/HOOK...
 

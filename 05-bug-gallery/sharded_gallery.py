@@ -94,6 +94,7 @@ def new_engine(stage: int, **more):
     settings = {
         "train_micro_batch_size_per_gpu": 16,
         "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # none
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
     }

@@ -24,8 +24,8 @@ class ThreeQuestions:
     """The answers for one run, in `answers`: "held", "gradients" and "change".
 
     held: how many of the model's parameters the optimizer holds, and how many the model has. It is not asked without
-    an optimizer, because DeepSpeed's holds slices of its own. gradients: how far the gradients before the first step
-    are from those of one process (`gap`). change: the same for the change of the weights.
+    an optimizer, because DeepSpeed's optimizer holds its own slices. gradients: how far the gradients before the first
+    step are from those of one process (`gap`). change: the same for the change of the weights.
     """
 
     def __init__(

@@ -441,14 +441,19 @@ def judge_rescue(seen: "Rescued") -> str:
     if "can't open file" in printed:
         raise Wrong("the head has no train.py. Which folder of the laptop has to travel with the command?")
     if missing := re.search("No module named '(\w+)'", printed):
-        raise Wrong(f"the job found no module {missing[1]!r}. Is it in the working_dir? If not, what else sends code?")
+        raise Wrong(
+            f"the job found no module {missing[1]!r}. Is it directly in the working_dir? If not, which folder should "
+            "that be, or what else sends code?"
+        )
     if "worker group startup timed out" in printed:
-        raise Wrong("the job waited for workers that have no room. How many CPUs are left without the sick machine?")
+        raise Wrong("the job waited for workers that do not fit. How many CPUs are left without the sick machine?")
     workers = re.findall(r"rank \d+ on machine (\w+) continues after step (\d+)", printed)
     if not workers:
         raise Wrong(f"the job has trained nothing. Its last line: {seen.lines[-1] if seen.lines else ''}")
     if seen.sick in [machine for machine, _ in workers]:
         raise Wrong(f"a worker ran on the sick machine {seen.sick}. Which option of train.py keeps it away?")
+    if not re.search(rf"--avoid[ =]['\"]?{seen.sick}\b", seen.command):
+        raise Wrong(f"no worker ran on {seen.sick}, but only by luck. Which option of train.py keeps it away?")
     if int(workers[0][1]) != seen.saved_step:
         raise Wrong(
             f"the job continued after step {workers[0][1]}, and the interrupted run had saved step {seen.saved_step}. "
@@ -477,7 +482,7 @@ def exercise_4_5b(survives: Callable[[str, list[str]], bool]) -> None:
         ("/tmp/runs", False, "it is the node's own disk"),
         ("/mnt/shared2/runs", False, "it begins with the letters of /mnt/shared, and is another folder"),
         ("/mnt/shared/../private", False, "`..` leads out of the folder again: it is /mnt/private"),
-        ("file:///tmp/runs", False, "a URI, but of the node's own disk"),
+        ("file:///tmp/runs", False, "a URI, but it points to the node's own disk"),
     ):
         seen = survives(path, list(mounts))
         if bool(seen) != expected or seen is None:

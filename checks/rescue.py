@@ -39,7 +39,7 @@ class SickCluster:
 
 @dataclass(frozen=True)
 class Rescued:
-    """What an answer says, and what became of its job: the lines printed, and the losses in the run's folder."""
+    """An answer, its job's command, and what became of the job: lines printed, losses in the run's folder."""
 
     sick: str
     named: str
@@ -47,6 +47,7 @@ class Rescued:
     losses: dict[int, float]
     expected: dict[int, float]
     saved_step: int
+    command: str
     last_step: int = LAST_STEP
 
 
@@ -124,4 +125,4 @@ def try_rescue(rescue: Callable, sick: SickCluster) -> Rescued:
             lines = sick.machines.submit(command, **job).lines
         losses = json.loads((run / "losses.json").read_text()) if (run / "losses.json").exists() else {}
         losses = {int(step): loss for step, loss in losses.items()}
-        return Rescued(sick.sick, named, lines, losses, expected, saved_step)
+        return Rescued(sick.sick, named, lines, losses, expected, saved_step, command)

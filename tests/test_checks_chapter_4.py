@@ -360,7 +360,9 @@ test_4_4b = ON_RANKS.judge(
 # --- 4.5: onto a cluster ----------------------------------------------------------------------------------------------
 
 
-RESCUED = Rescued("b", "b", ["rank 0 on machine a continues after step 8"], {20: 1.0}, {20: 1.0}, 8)
+RESCUED = Rescued(
+    "b", "b", ["rank 0 on machine a continues after step 8"], {20: 1.0}, {20: 1.0}, 8, "python train.py --avoid b"
+)
 
 
 @pytest.fixture
@@ -382,6 +384,7 @@ test_4_5a = judge(checks.exercise_4_5a, [rescued()], [
     (rescued(lines=["The worker group startup timed out after 60.0 seconds"]), "How many CPUs are left"),
     (rescued(lines=["ValueError: 3"]), "Its last line: ValueError: 3"),
     (rescued(lines=["rank 0 on machine b continues after step 8"]), "keeps it away"),
+    (rescued(command="python train.py --avoid a"), "only by luck"),
     (rescued(lines=["rank 0 on machine a continues after step 0"]), "Where is newest.pt"),
     (rescued(losses={19: 1.0}), "the last step should be 20, and is 19"),
     (rescued(losses={20: 1.1}), "1.0e-01 from those of one process"),
@@ -399,7 +402,7 @@ test_4_5b = judge(checks.exercise_4_5b, [survives], [
     (lambda path, mounts: path.startswith((*mounts, "s3:", "gs:")), "it begins with the letters"),
     (lambda path, mounts: "3:" in path or "gs:" in path or any(
         Path(path).is_relative_to(mount) for mount in mounts), "it is /mnt/private"),
-    (lambda path, mounts: "://" in path or survives(path, mounts), "of the node's own disk"),
+    (lambda path, mounts: "://" in path or survives(path, mounts), "points to the node's own disk"),
     (lambda path, mounts: path.startswith("/") or survives(path, mounts), "it is the node's own disk"),
     (lambda path, mounts: survives(path, mounts) or None, "yours says None"),
 ])  # fmt: skip
