@@ -1,11 +1,12 @@
 """Say which rank makes a job hang, and in which operation, from what the hang has left behind.
 
 python explain_hang.py FILES ...    # logs, stacks, dumps of the flight recorder, or folders of them, in any order
-python explain_hang.py FILES ... --json
+python explain_hang.py FILES ... --json    # ends with 0 if it names a rank, 1 if it cannot tell, 2 on bad input
 
-Needs Python 3.10 and no package, and runs nothing that is in a dump. NCCL's watchdog lines (torch 2.1 to 2.15), its
-desync report, its RAS and its dumps are known to it from public excerpts and torch's source only. gloo's dumps and
-errors, the reports of TORCH_DISTRIBUTED_DEBUG=DETAIL and py-spy's stacks were tried on ranks that hung.
+Needs Python 3.10 or later and no packages, and runs nothing that is in a dump. Stacks may be of several moments, dumps
+only of one. NCCL's watchdog lines (torch 2.1 to 2.15), its desync report, its RAS and its dumps are known to it from
+public excerpts and torch's source only. gloo's dumps and errors, the reports of TORCH_DISTRIBUTED_DEBUG=DETAIL and
+py-spy's stacks were tried on ranks that hung.
 "Cannot tell" is an answer: a watchdog's line comes from a rank that waits, not from the one it waits for.
 """
 
@@ -26,10 +27,12 @@ TRANSPORT = re.compile("gloo|nccl|c10d|collective|connection|timed? ?out|watchdo
 
 STACKS = "stacks of all ranks: py-spy dump --pid PID"
 DUMPS = "dumps of all ranks: NCCL writes them on a timeout, and on gloo a thread has to call _dump_fr_trace"
-AGAIN = "the same a minute later: if the numbers have grown, the job is slow and does not hang"
+AGAIN = "the same a minute later: if a stack or a call's number has moved, the job is slow and does not hang"
+RERUN = "nothing more of this run: compare the code of the calls, or run again with TORCH_DISTRIBUTED_DEBUG=DETAIL"
 ODD = "the rank left a call out (among equal calls, perhaps an earlier one), or made one too many"
-BEHIND = "a rank that is behind left a call out or is late, or the ranks that wait made one too many"
-NO_DUMP = "the process has ended, is stopped or holds Python's lock, or its file was not collected"
+BEHIND = "the rank that is behind left a call out or is late, or the waiting ranks made one too many"
+NO_DUMP = "the process has ended, is stopped or holds Python's global lock, or its file was not collected"
+BROKEN = {"calls": {}, "waits": None, "ranks": set(), "broken": True}  # its rank could still write a dump
 
 
 class PlainData(pickle.Unpickler):
@@ -39,19 +42,17 @@ class PlainData(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it wants to call {module}.{name}")
 
 
-def stop(message):
-    print(f"error: {message}", file=sys.stderr)
-    raise SystemExit(2)
+def warn(message, fatal=False):
+    print(f"{'error' if fatal else 'warning'}: {message}", file=sys.stderr)
+    if fatal:
+        raise SystemExit(2)
 
 
 # --- Reading. Each kind of evidence is kept by rank. ---
 
 
 def rank_of(path, any_number):
-    """Return the rank in a file's name or, as torchrun's --log-dir has it, in its folder's. None if there is none.
-
-    any_number: take the last number in the name, whatever it counts.
-    """
+    """Return the rank in the name of a file or of torchrun's folder, or else the last number if any_number, or None."""
     words = f"{path.parent.name}\n{path.name}\n{path.stem}"
     named = re.findall(r"(?:rank\D?(?=\d)|^(?=\d+$))(\d+)", words, re.MULTILINE)
     numbers = named or (re.findall(r"\d+", path.name) if any_number else [])
@@ -84,7 +85,8 @@ def read_dump(path, content):
                 waits = (group, number, f"{what}, call {number} of {group[0]}")
         return {"calls": calls, "waits": waits, "ranks": set(ranks.values())}
     except Exception as error:  # whatever is in the file
-        stop(f"{path} is not a dump that this tool can read: {type(error).__name__}: {error}")
+        warn(f"{path} is not a dump that this tool can read: {type(error).__name__}: {error}")
+        return BROKEN
 
 
 def read_stacks(text, rank):
@@ -94,7 +96,7 @@ def read_stacks(text, rank):
         if heading := re.match(r"\W*rank\W?(\d+)\b", line, re.IGNORECASE):
             rank, inside = int(heading[1]), False
         elif re.match('Thread .*"|.*most recent call first', line):
-            inside = '"' not in line or '"MainThread"' in line
+            inside = '"' not in line or ('"MainThread"' in line and rank not in stacks)  # not a child's
             if inside:
                 stacks[rank] = []  # faulthandler writes the main thread last
         frame = re.match(r'\s+(?:File "(.+)", line (\d+),? in (\S+)|(\S.*) \((\S+):(\d+)\))$', line.rstrip())
@@ -104,28 +106,40 @@ def read_stacks(text, rank):
 
 
 def read(paths):
-    """Return dumps and stacks by rank, and the lines of all text files, each with its rank."""
-    dumps, stacks, lines, files = {}, {}, [], []
-    for path in paths:
-        files += sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
-    for path in files:
+    """Return a dump and a list of stacks, the oldest first, by rank, and the lines of all logs, each with its rank."""
+    dumps, stacks, lines, origin = {}, defaultdict(list), [], {}
+    files = {each for path in paths for each in (path.rglob("*") if path.is_dir() else [path]) if not each.is_dir()}
+    for path in sorted(files):
+        rank, named = rank_of(path, any_number=True), rank_of(path, any_number=False)
+        whose = f"{path}: a second file of rank {{}}? Give files of one job, each named by its rank: trace_rank_3"
         try:
-            content, rank = path.read_bytes(), rank_of(path, any_number=True)
+            content = path.read_bytes()
+            is_dump = content[:1] == b"\x80" or (content.lstrip()[:1] == b"{" and b'"entries"' in content)
+            if b"\0" in content and not is_dump:
+                raise OSError(0, "neither text nor a dump")
         except OSError as error:
-            stop(f"{path} cannot be read: {error.strerror}")
-        if content[:1] == b"\x80" or (content.lstrip()[:1] == b"{" and b'"entries"' in content):
-            if rank is None or rank in dumps:
-                stop(f"{path}: one dump per rank, please, and the rank as the last number of its name: trace_rank_3")
-            dumps[rank] = read_dump(path, content)
+            warn(f"{path} cannot be read: {error.strerror}")
+            continue
+        if is_dump:
+            dump = read_dump(path, content)
+            if dump is not BROKEN and (rank is None or dumps.get(rank, BROKEN) is not BROKEN):
+                warn(whose.format(rank), fatal=True)
+            if rank is not None and (dump is not BROKEN or rank not in dumps):
+                dumps[rank] = dump
             continue
         text = content.decode(errors="replace")
-        stacks |= read_stacks(text, rank)
-        rank = rank_of(path, any_number=False)
+        failed = rank is not None and re.match("Error: .*", text)  # py-spy's
+        for each, frames in (read_stacks(text, rank) or ({rank: [("", "0", failed[0])]} if failed else {})).items():
+            # A second snapshot has the same process, and a rank that is not merely a number in another file's name.
+            process = (re.findall(r"^Process \d+", text, re.M) or [""])[0], path.name if each == rank != named else ""
+            if any(a and b and a != b for a, b in zip(origin.setdefault(each, process), process, strict=True)):
+                warn(whose.format(each), fatal=True)
+            stacks[each].append(frames)
         # A terminal may have wrapped a watchdog's line. `[Rank 1]` is the rank in its group.
         for line in re.sub(r"(?<=[(,\]])[ \t]*\n\s*(?=[A-Z]\w+[=(]|Watchdog c)", "", text).splitlines():
-            prefix = re.search(r"\[rank(\d+)\]:", line) or (rank is None and re.search(r"Rank (\d+)\]", line))
-            lines.append((int(prefix[1]) if prefix else rank, line))
-    return dumps, stacks, lines
+            prefix = re.search(r"\[rank(\d+)\]:", line) or (named is None and re.search(r"Rank (\d+)\]", line))
+            lines.append((int(prefix[1]) if prefix else named, line))
+    return dumps, dict(stacks), lines
 
 
 # --- The rules. Each returns ranks, an operation, a reason, and perhaps how sure it is; or None if it is silent. ---
@@ -189,8 +203,7 @@ def members(group, dumps):
     if group[2]:
         return set(ast.literal_eval(group[2]))
     if group[0] == "default_pg":
-        texts = set().union(*(dump["ranks"] for dump in dumps.values()))
-        return set(dumps).union(*map(ast.literal_eval, texts))
+        return set(dumps).union(*map(ast.literal_eval, set().union(*(dump["ranks"] for dump in dumps.values()))))
     return {rank for rank, dump in dumps.items() if group in dump["calls"]}
 
 
@@ -235,7 +248,7 @@ def ranks_behind(dumps, stacks, lines):
     behind = set()
     for group, number in groups.items():
         for rank in members(group, dumps) & set(dumps):
-            if max(dumps[rank]["calls"].get(group, {}), default=-1) < number:
+            if "broken" not in dumps[rank] and max(dumps[rank]["calls"].get(group, {}), default=-1) < number:
                 behind.add(rank)
     idle = behind - set(kinds)
     if idle:
@@ -251,21 +264,25 @@ def ranks_behind(dumps, stacks, lines):
 
 
 def in_stacks(dumps, stacks, lines):
-    """Find the ranks that are in no collective, if they are few, or else those that are in a different line."""
+    """Find the ranks that are in no collective, if they are few, or else those at a different line."""
     if len(stacks) < 2:
         return None
-    places, waits = {}, {}
-    for rank, frames in sorted(stacks.items()):
+    places, waits, tops = {}, {}, {rank: snapshots[-1][0][2] for rank, snapshots in stacks.items()}
+    failed = {rank: f"no stack, {top}" for rank, top in tops.items() if top.startswith("Error: ")}
+    for rank, (*_, frames) in sorted(each for each in stacks.items() if each[0] not in failed):
         file, number, name = next((frame for frame in frames if not LIBRARY.search(frame[0])), frames[0])
         inside = [frame[2] for frame in frames[:9] if WAITING.search(f"{frame[0]} {frame[2]}")]
         places[rank] = f"{inside[0] if inside else 'no collective'} in {name} ({file}:{number})"
         if inside:
             waits[rank] = places[rank]
+    moved = {rank for rank, snapshots in stacks.items() if any(each != snapshots[0] for each in snapshots)}
+    note = f". Between the snapshots {names(moved) if moved else 'no rank'} moved"
+    because = by_kind(places | failed) + note * (max(map(len, stacks.values())) > 1)
     idle = set(places) - set(waits)
     if waits and idle:
-        return idle if len(idle) < len(waits) else [], majority(waits)[0], by_kind(places)
-    most, odd = majority(places)
-    return odd, most if len(set(places.values())) > 1 else None, by_kind(places)
+        return idle if len(idle) < len(waits) else [], majority(waits)[0], because
+    most, odd = majority(places) if places else (None, [])
+    return odd, most if len(set((places | failed).values())) > 1 else None, because
 
 
 def in_logs(dumps, stacks, lines):
@@ -282,56 +299,69 @@ def in_logs(dumps, stacks, lines):
         if found := re.search(r"\w+(Error|Exception): .*|Watchdog caught.*", line):
             victims.add(rank) if TRANSPORT.search(found[0]) else errors.setdefault(rank, found[0])
     kinds = {rank: " and ".join(sorted(calls)) for rank, calls in waits.items()}
-    if errors and None not in errors and victims - set(errors):
+    errors = {rank: error for rank, error in errors.items() if rank not in victims}  # it went on, and waited
+    if errors and None not in errors and victims:
         return set(errors), None, f"{by_kind(errors)}. The others lost their partner"
     most = max((counts[rank][0] for rank in failed), default=0)
     behind = {rank for rank, (enqueued, over) in counts.items() if rank not in failed and enqueued == over < most}
     if kinds and 0 < len(behind) <= len(failed):
         return behind, majority(kinds)[0], f"{names(behind)} waits in no call; {by_kind(kinds)}"
     silent = {rank for rank, _ in lines} - {rank for rank, line in lines if TRANSPORT.search(line)} - {None}
-    hint = f". {names(silent)} reports nothing: did not wait, or was ended before" if silent else ""
+    hint = f". {names(silent)} reports nothing: not waiting, or killed before it could print" if silent else ""
     if kinds:
         operation = by_kind(kinds) if len(set(kinds.values())) > 1 else None  # the numbers count per group
-        return [], operation, f"{by_kind(kinds)}. They wait, and a log does not say for whom{hint}"
-    return [], None, f"errors of ranks that wait or lost a partner{hint}" if victims else "no line that this tool knows"
+        because = f"{by_kind(kinds)}. A log does not say whom a rank waits for{hint}"
+        return [], operation, f"{because} (this tool knows NCCL's lines from public excerpts only)"
+    waited = f"all errors come from ranks that were waiting or had lost a partner{hint}"
+    return [], None, waited if victims else "no line that this tool knows"
 
 
 RULES = {  # the most reliable one first: how sure it is, what its verdict may mean, what to collect next
-    explicit_reports: ("likely", ODD, STACKS),
-    missing_dump: ("likely", NO_DUMP, STACKS),
-    first_difference: ("likely", ODD, STACKS),
-    ranks_behind: ("likely", BEHIND, f"{STACKS}; {AGAIN}"),
-    in_stacks: ("possible", f"{BEHIND}, or a rank does not belong to the group that waits", f"{DUMPS}; {AGAIN}"),
-    in_logs: ("possible", "the rank failed, or is late", f"{DUMPS}; {STACKS}"),
+    explicit_reports: ("likely", ODD, [STACKS]),
+    missing_dump: ("likely", NO_DUMP, [STACKS]),
+    first_difference: ("likely", ODD, [STACKS]),
+    ranks_behind: ("likely", BEHIND, [STACKS, AGAIN]),
+    in_stacks: ("possible", f"{BEHIND}, or a rank does not belong to the group that waits", [DUMPS, AGAIN]),
+    in_logs: ("possible", "the rank failed, or is late", [DUMPS, STACKS]),
 }
 
 
 def explain(paths):
     """Return the verdict of the first rule that names a rank, or else of the first that says anything."""
     dumps, stacks, lines = read([Path(path) for path in paths])
+    if not stacks and not lines and all("broken" in dump for dump in dumps.values()):
+        warn("nothing in these files can be read", fatal=True)
     answers = [(rule, *answer) for rule in RULES if (answer := rule(dumps, stacks, lines))]
     rule, ranks, operation, because, *level = next((answer for answer in answers if answer[1]), answers[0])
     usual, readings, collect = RULES[rule]
-    certainty = [*level, usual][0] if ranks else "cannot tell which rank" if operation else "cannot tell"
+    but = [f"{other.__name__} names {names(odd)}" for other, odd, *_ in answers if not set(odd) <= set(ranks)]
+    level = ["possible"] if but else [*level, usual]
+    certainty = level[0] if ranks else "cannot tell which rank" if operation else "cannot tell"
+    everyone = {rank for rank, _ in lines} - {None} | set(stacks) | members(("default_pg", "", ""), dumps)
+    whole = {rank for rank, dump in dumps.items() if "broken" not in dump}
+    twice = any(len(snapshots) > 1 for snapshots in stacks.values())
+    done = {STACKS: everyone <= set(stacks), DUMPS: everyone <= whole, AGAIN: twice}
     answer = {"ranks": sorted(ranks), "operation": operation, "certainty": certainty, "because": because}
-    answer |= {"readings": readings if ranks or operation else None, "collect": collect, "rule": rule.__name__}
+    answer |= {"but": "; ".join(but) or None, "readings": readings if ranks or operation else None}
+    answer |= {"collect": "; ".join(each for each in collect if not done[each]) or RERUN, "rule": rule.__name__}
     return answer | {"read": {"dumps": sorted(dumps), "stacks": sorted(stacks), "lines": len(lines)}}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", metavar="FILES")
+    parser.add_argument("files", nargs="+", metavar="FILES", help="logs, stacks, dumps, or folders of them")
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     options = parser.parse_args()
     answer = explain(options.files)
     if options.json:
         print(json.dumps(answer))
-        return
-    print(f"{names(answer['ranks']) if answer['ranks'] else 'no rank'}: {answer['certainty']}")
-    for part in ("operation", "because", "readings", "collect"):
-        if answer[part]:
-            print(f"{part + ':':11}{answer[part]}")
-    print("read:      " + ", ".join(f"{kind}: {what}" for kind, what in answer["read"].items()))
+    else:
+        print(f"{names(answer['ranks']) if answer['ranks'] else 'no rank'}: {answer['certainty']}")
+        parts = ("operation", "because", "but", "readings", "collect", "rule")
+        print(*(f"{part + ':':11}{answer[part]}" for part in parts if answer[part]), sep="\n")
+        spans = {kind: names(what) if what and kind != "lines" else what for kind, what in answer["read"].items()}
+        print("read:      " + ", ".join(f"{kind}: {what or 'none'}" for kind, what in spans.items()))
+    sys.exit(0 if answer["ranks"] else 1)
 
 
 if __name__ == "__main__":
