@@ -4,7 +4,7 @@ python hanging_ranks.py FOLDER HANG ...    # all at the same time; FOLDER/HANG g
 python hanging_ranks.py FOLDER --seed N    # six of them, drawn: into FOLDER/A to FOLDER/F, names in FOLDER/names.json
 
 A rank's log is what it prints. Its stack is what py-spy sees from outside. Its dump is what its flight recorder holds:
-the last 2,000 collectives. On gloo a timeout writes no dump, so a thread in each rank writes it during the hang.
+the last 2,000 collectives. With gloo a timeout writes no dump, so a thread in each rank writes it during the hang.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader
 
 RANKS = 4
 TIMEOUT_S = float(os.getenv("TIMEOUT_S", "8"))  # of every collective
-QUIET_S = float(os.getenv("QUIET_S", "2"))  # no rank has made a call for so long: they hang
+QUIET_S = float(os.getenv("QUIET_S", "2"))  # if no rank has made a call for this long, they hang
 FOREVER = 3600
 
 
@@ -75,7 +75,8 @@ def other_order(rank):
 
 def other_shape(rank):
     train_step()
-    dist.all_reduce(torch.ones(1 if rank == 3 else 4))  # its mean; the others' losses. On gloo, only the others wait
+    # Rank 3 sends a mean, the others their losses. With gloo, rank 3 does not wait.
+    dist.all_reduce(torch.ones(1 if rank == 3 else 4))
     dist.barrier()
 
 
@@ -217,7 +218,7 @@ def draw(seed: int) -> dict[str, str]:
     return dict(zip("ABCDEF", names, strict=True))
 
 
-# --- What a rank does besides. ---------------------------------------------------------------------------------------
+# --- What else a rank does. -------------------------------------------------------------------------------------------
 
 
 def write_dump(path: Path) -> None:
@@ -260,7 +261,7 @@ def run_rank(rank: int, name: str, folder: Path) -> None:
     hang.__code__ = hang.__code__.replace(co_name="train", co_qualname="train")  # the stacks must not give it away
     try:
         hang(rank)
-        time.sleep(TIMEOUT_S)  # a rank that leaves would end the others' hang
+        time.sleep(TIMEOUT_S)  # if this rank exited, the others would stop hanging
     except Exception as error:
         print(f"[rank{rank}]: {type(error).__name__}: {error}", flush=True)
     os._exit(1)

@@ -527,7 +527,7 @@ def exercise_4_6b(diagnose: Callable[[], dict[str, int | None]]) -> None:
     seen = diagnose()
     expect_answers(seen, "XYZ", [0, 1, 2, 3, None])
     questions = {  # look here only after you have tried
-        "X": (3, "Which group does each rank wait in? Three of them agree"),
+        "X": (3, "Which group does each rank wait in? Do three of them agree"),
         "Y": (3, "What does the note say about the missing dump? What do the stacks say without the dumps"),
         "Z": (None, "How many ranks are in each of the two calls? Could the others be right"),
     }
