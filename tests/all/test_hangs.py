@@ -24,7 +24,6 @@ HANGS = hanging_ranks.GUILTY
 NOBODY = {"two_against_two", "receive_cycle"}
 # What the stacks of all ranks do not say. In the third, rank 3 stands outside, and looks as idle as the guilty rank.
 STACKS_DO_NOT_TELL = {*NOBODY, "opposite_groups", "outside_the_group"}
-UNDER_DETAIL = ["skipped_call", "only_on_rank_0", "slow", "slow_save", "fewer_batches", "outside_the_group"]
 ORDER_MATTERS_TO_TORCHFRTRACE = {"only_on_rank_0", "fewer_batches", "resumes_alone", "two_against_two", "other_shape"}
 
 
@@ -95,10 +94,11 @@ def test_whom_torchfrtrace_blames_depends_on_the_order_of_the_files(name, left):
 
 
 def test_reports_of_detail_name_the_guilty_one(tmp_path):
-    collect(CHAPTER / "hanging_ranks.py", tmp_path, *UNDER_DETAIL, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    for name in UNDER_DETAIL:
+    collect(CHAPTER / "hanging_ranks.py", tmp_path, *HANGS, TORCH_DISTRIBUTED_DEBUG="DETAIL")
+    for name in HANGS:
         answer = explain_hang.explain([tmp_path / name / "logs"])
-        assert (answer["ranks"], answer["rule"]) == (HANGS[name], "explicit_reports"), (name, answer)
+        assert answer["ranks"] == HANGS[name], (name, answer)
+        assert answer["rule"] == "explicit_reports" or name in NOBODY, (name, answer)
 
 
 ON_TWO_RANKS = """
