@@ -16,6 +16,7 @@ from answers import OnRanks, assert_rejects, judge, stub, written
 
 import checks
 from checks import chapter_4
+from checks.machinery import Wrong
 from checks.probes import hidden_failures as hidden
 from checks.rescue import Rescued
 
@@ -25,9 +26,9 @@ launched, run_before = ON_RANKS.fixtures()
 # --- 4.1: failures ----------------------------------------------------------------------------------------------------
 
 
-# A false alarm needs a timeout between an evaluation (1 s) and an evaluation with a save (1.25 s). It is near the
-# former, because a rank that comes late itself waits less.
-CHOICES = {"right": (18, 3), "false alarm": (20, 1.05), "rare saves": (50, 3), "many saves": (5, 3)}
+# On a busy machine a rank may wait seconds longer, or come late itself and wait less. So the false alarm's timeout is far
+# below an evaluation with a save (1.25 s), the others are far above it, and no test says in which step the alarm comes.
+CHOICES = {"right": (18, 4), "false alarm": (20, 0.5), "rare saves": (50, 4), "many saves": (5, 4)}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def choices_run_before(logs_of_choices, monkeypatch):
 
 test_4_1a = judge(checks.exercise_4_1a, [lambda: CHOICES["right"]], [
     (stub, "not done yet"),
-    (lambda: CHOICES["false alarm"], re.compile("In step 41 rank 1 gave up after [0-9.]+ s, and nothing had failed")),
+    (lambda: CHOICES["false alarm"], re.compile(r"In step \d+ rank \d gave up after [0-9.]+ s, and nothing had failed")),
     (lambda: CHOICES["rare saves"], "98 in all, at most 65 are allowed. Would you save more often"),
     (lambda: CHOICES["many saves"], "108 in all, at most 65 are allowed. Would you save less often"),
     (lambda: 18, "yours is 18"),
@@ -57,15 +58,18 @@ test_4_1a = judge(checks.exercise_4_1a, [lambda: CHOICES["right"]], [
 
 def test_4_1a_a_kill_is_noticed_without_the_timeout_and_a_hang_by_it(logs_of_choices):
     lines = logs_of_choices[CHOICES["right"]]
-    gave_up = [line for line in lines if line["what"] == "gives up" and line["waited_s"] > 2.9]
+    gave_up = [line for line in lines if line["what"] == "gives up" and line["waited_s"] > 3.9]
     assert [(line["rank"], line["step"]) for line in gave_up] == [(0, 64)]
     assert [line["step"] for line in lines if line["what"] == "resumes" and line["rank"] == 0] == [0, 18, 54, 90]
 
 
-def test_4_1a_a_false_alarm_repeats_itself_where_evaluation_and_save_meet(logs_of_choices):
-    """With 18 steps between saves they do not meet, and the same timeout would do."""
-    lines = logs_of_choices[CHOICES["false alarm"]]
-    assert [line["step"] for line in lines if line["what"] == "gives up"][-2:] == [41, 41]
+def test_4_1a_a_false_alarm_that_repeats_itself_is_called_so():
+    alarm = {"what": "gives up", "rank": 1, "step": 41, "waited_s": 1.1}
+    with pytest.raises(Wrong, match="After the restart the same happened there again"):
+        chapter_4.judge_failures([{**alarm, "attempt": 1}, {**alarm, "attempt": 2}], 20, 1.1)
+
+
+def test_4_1a_an_evaluation_makes_the_other_rank_wait(logs_of_choices):
     longest = max(line["waited_s"] for line in logs_of_choices[CHOICES["right"]] if line["what"] == "step")
     assert longest >= hidden.EVALUATE_S  # how much longer depends on the machine
 
