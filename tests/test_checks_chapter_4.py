@@ -26,8 +26,8 @@ launched, run_before = ON_RANKS.fixtures()
 # --- 4.1: failures ----------------------------------------------------------------------------------------------------
 
 
-# On a busy machine a rank may wait seconds longer, or come late itself and wait less. So the false alarm's timeout is far
-# below an evaluation with a save (1.25 s), the others are far above it, and no test says in which step the alarm comes.
+# On a busy machine a rank may wait seconds longer, or come late itself and wait less. So the false alarm's timeout is
+# far below an evaluation with a save (1.25 s), the others are far above it, and no test says in which step it comes.
 CHOICES = {"right": (18, 4), "false alarm": (20, 0.5), "rare saves": (50, 4), "many saves": (5, 4)}
 
 
@@ -47,7 +47,7 @@ def choices_run_before(logs_of_choices, monkeypatch):
 
 test_4_1a = judge(checks.exercise_4_1a, [lambda: CHOICES["right"]], [
     (stub, "not done yet"),
-    (lambda: CHOICES["false alarm"], re.compile(r"In step \d+ rank \d gave up after [0-9.]+ s, and nothing had failed")),
+    (lambda: CHOICES["false alarm"], re.compile(r"step \d+ rank \d gave up after [0-9.]+ s, and nothing had failed")),
     (lambda: CHOICES["rare saves"], "98 in all, at most 65 are allowed. Would you save more often"),
     (lambda: CHOICES["many saves"], "108 in all, at most 65 are allowed. Would you save less often"),
     (lambda: 18, "yours is 18"),
