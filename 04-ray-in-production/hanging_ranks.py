@@ -222,13 +222,13 @@ def draw(seed: int) -> dict[str, str]:
 
 
 def write_dump(path: Path) -> None:
-    """Write this rank's flight recorder as NCCL would: gloo leaves the names and ranks of the groups out."""
+    """Write this rank's flight recorder as NCCL would: gloo leaves out the names and ranks of the groups."""
     with_collectives, with_stacks, only_active = True, False, False  # with stacks, it would take seconds
     dump = pickle.loads(_dump_fr_trace(with_collectives, with_stacks, only_active))
     dump["pg_config"] = {
         group.group_name: {"name": group.group_name, "desc": group.group_desc, "ranks": str(sorted(ranks))}
         for group, ranks in dist.distributed_c10d._world.pg_group_ranks.items()
-        if isinstance(group, dist.ProcessGroup)  # not where this rank is outside
+        if isinstance(group, dist.ProcessGroup)  # only groups to which this rank belongs
     }
     path.with_suffix(".part").write_bytes(pickle.dumps(dump))
     path.with_suffix(".part").replace(path)

@@ -21,7 +21,6 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
@@ -29,6 +28,7 @@ import ray
 import ray.train
 import torch
 import torch.nn.functional as F
+from breakable_run import Fit
 from prometheus_client.parser import text_string_to_metric_families
 from ray.cluster_utils import Cluster
 from ray.job_submission import JobSubmissionClient
@@ -42,7 +42,7 @@ from shared import datasets, models
 from shared.on_ray import cluster
 from shared.rendezvous import free_port
 
-SLOW_RANK, SLOW_S, BATCH_SIZE, PATIENCE_S = 1, 0.05, 128, 300
+SLOW_RANK, SLOW_S, BATCH_SIZE = 1, 0.05, 128
 ASK_AFTER, STEPS = 40, 60
 SAMPLES, WORK, WAIT = (f"ray_training_{name}_total" for name in ("samples", "work_seconds", "wait_seconds"))
 QUESTIONS = {
@@ -199,7 +199,7 @@ class Run:
             run_config=ray.train.RunConfig(name="reporting", storage_path=str(folder)),
         )
         self.allow(0)
-        self.fitting = ThreadPoolExecutor(1).submit(trainer.fit)
+        self.fit = Fit(trainer.fit)
 
     def lines(self) -> list[dict]:
         """Return the lines of both ranks so far."""
@@ -210,24 +210,15 @@ class Run:
         """Let the ranks continue, up to and including this step."""
         (self.folder / "until").write_text(str(step))
 
-    def wait_until(self, true: Callable[[], bool]) -> None:
-        """Wait until something is true. Raises what has ended the run before, or TimeoutError."""
-        deadline = time.monotonic() + PATIENCE_S
-        while not true():
-            if self.fitting.done() or time.monotonic() > deadline:
-                self.fitting.result(timeout=0)
-                raise TimeoutError("the run has ended before that")
-            time.sleep(0.05)
-
     def go_to(self, step: int) -> dict[str, float]:
         """Let the ranks train up to this step. Return the samples of each rank, once Ray serves them."""
         self.allow(step)
-        self.wait_until(lambda: sum(line["step"] == step for line in self.lines()) == 2)
+        self.fit.wait_until(lambda: sum(line["step"] == step for line in self.lines()) == 2)
         expected = {str(rank): 0.0 for rank in (0, 1)}
         for line in self.lines():
             expected[str(line["rank"])] += line["samples"]
         if step < STEPS:  # after the last step the workers end
-            self.wait_until(lambda: served(self.discovery, SAMPLES) == expected)
+            self.fit.wait_until(lambda: served(self.discovery, SAMPLES) == expected)
         return expected
 
     def ask_ray(self) -> dict[str, object]:
@@ -313,13 +304,13 @@ def main() -> None:
             }
             answers["exported"] = sorted({sample.name for sample in samples_served(run.discovery)})
             if prometheus:
-                run.wait_until(lambda: asked(address, SAMPLES) == answers["samples"][-1])
+                run.fit.wait_until(lambda: asked(address, SAMPLES) == answers["samples"][-1])
                 answers["prometheus"] = {what: ask(address, question) for what, question in QUESTIONS.items()}
             rays = json.loads((run.session / "metrics/grafana/dashboards/train_grafana_dashboard.json").read_text())
             ours = json.loads(GRAFANA.read_text())
             (folder / "train_and_ours.json").write_text(json.dumps(with_our_panels(rays, ours), indent=2))
             run.go_to(STEPS)
-            run.fitting.result(timeout=PATIENCE_S)
+            run.fit.result()
         finally:
             if prometheus:
                 prometheus.terminate()

@@ -230,12 +230,12 @@ def exhibit_06_fixed(worker, folder, weight_decay=0.0):
 
 
 def ids_seen(worker):
-    """Return the ids of the samples that this rank has read. Rank 1 reads the larger file, so it has more."""
+    """Return the ids of the samples that this rank has read. Rank 1 has the larger share of the data."""
     return torch.arange(worker.rank, 100_000 + 18_000 * worker.rank, 2)
 
 
 def count_wrong_ids(saved):
-    """Return how many ids are wrong. Those of a rank are `rank`, `rank + 2`, `rank + 4`, and so on."""
+    """Return how many ids are wrong. A rank's ids are `rank`, `rank + 2`, `rank + 4`, and so on."""
     return (saved["ids"] != saved["rank"] + 2 * torch.arange(len(saved["ids"]))).sum().item()
 
 

@@ -19,7 +19,7 @@ def exercise_5_1a(script: str | Path) -> None:
     of_ranks = reports_of_ranks("damaged_batches", 2, str(script), question=question)
     for reports in zip(*of_ranks, strict=False):  # a rank stops after the first case that goes wrong
         case = reports[0]["case"]
-        named = [f"steps {', '.join(map(str, steps))}" if steps else "none" for steps in case]
+        named = [f"step{'s'[: len(steps) - 1]} {', '.join(map(str, steps))}" if steps else "none" for steps in case]
         where = f"with damaged batches in {named[0]} of rank 0 and {named[1]} of rank 1 (of steps 0 to 4),"
         left_out = len({*case[0], *case[1]})
         if any(report["ending"] != "returns" for report in reports):

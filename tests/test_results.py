@@ -3,6 +3,7 @@
 import importlib
 import json
 import re
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -98,3 +99,29 @@ def test_the_regression_alarm_on_made_up_noise(program):
     assert alarms["check_regression.py", 1.0] == [0] * 4 and alarms["check_regression.py", 1.2] == [20] * 4
     assert sum(alarms["one run each, means", 1.0]) > 3 and sum(alarms["one run each, means", 1.2]) < 77
     assert alarms["8 pairs, but all old runs first", 1.0][1] > 0
+
+
+def test_lesson_4_4_says_what_its_recording_holds():
+    recorded = json.loads((ROOT / "checks/data/recorded_hooks.json").read_text())["runs"]
+    ms = {(run["mbit"], run["hook"]): statistics.median(map(max, *run["step_ms"])) for run in recorded}
+    sent = {run["hook"]: run["sent"][0] for run in recorded if run["mbit"] == 10_000}
+
+    def adds(hook: str, mbit: int = 10_000) -> float:
+        return ms[mbit, hook] - ms[mbit, "float32"] + 8e-3 * (sent["float32"] - sent[hook]) / mbit
+
+    def pays_below(hook: str, mbit: int = 10_000) -> float:
+        return 8e-3 * (sent["float32"] - sent[hook]) / adds(hook, mbit)
+
+    lesson = (ROOT / "04-ray-in-production/04_communication.ipynb").read_text()
+    svd, power, half = "SVD 4", "PowerSGD 4", "fp16 PowerSGD 4"
+    for words in (
+        f"the hook added {adds(svd):.0f} ms on our test machine, and the lines crossed at {pays_below(svd):.0f} Mbit/s",
+        f"took {ms[10_000, svd]:.0f} ms per step on our test machine at 10,000",
+        f"PowerSGD 4 adds about {adds(power):.0f} ms and the SVD {adds(svd):.0f}",
+        f"breaks even at {pays_below(power) / 1000:.1f} Gbit/s",
+        f"PowerSGD 4 was {ms[10_000, power] - ms[1000, power]:.0f} ms *faster* at 1,000 Mbit/s than at 10,000",
+        f"this hook added {adds(half):.0f} ms on our test machine, and PowerSGD 4 added {adds(power):.0f}",
+        f"{pays_below(half):,.0f} instead of {pays_below(power):,.0f} Mbit/s",
+    ):
+        assert words in lesson, words
+    assert pays_below(power, 1000) > 10_000 and pays_below(power) > 10 * pays_below(svd)

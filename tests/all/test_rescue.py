@@ -46,9 +46,8 @@ def rejected(words: str):
         yield
 
 
+@pytest.mark.parametrize("sick", ["clock"], indirect=True)
 def test_wrong_answers_are_told_what_is_missing(sick):
-    if sick.sick == "b":
-        pytest.skip("the same on the other cluster")
     right = solution()
 
     def but(command=lambda command: command, **job):
@@ -67,6 +66,7 @@ def test_wrong_answers_are_told_what_is_missing(sick):
         (but(py_modules=None), "what else sends code"),
         (but(lambda command: command.replace("--workers 1", "--workers 2")), "How many CPUs are left"),
         (but(lambda command: command.replace("--avoid a", "--avoid b")), "ran on the sick machine a"),
+        (but(lambda command: command.replace("--avoid a", "")), "Which option of train.py keeps it away"),
         (but(lambda command: command.replace("--save-to ", "--save-to ~")), "Where is newest.pt"),
     ):
         with rejected(words):
