@@ -440,7 +440,7 @@ def judge_rescue(seen: "Rescued") -> str:
     printed = "\n".join(seen.lines)
     if "can't open file" in printed:
         raise Wrong("the head has no train.py. Which folder of the laptop has to travel with the command?")
-    if missing := re.search("No module named '(\w+)'", printed):
+    if missing := re.search(r"No module named '(\w+)'", printed):
         raise Wrong(
             f"the job found no module {missing[1]!r}. Is it directly in the working_dir? If not, which folder should "
             "that be, or what else sends code?"
