@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 PRELOADED = ["shared.ranks", "torch._dynamo", "torch.distributed.tensor"]  # torch.optim imports torch._dynamo late
-QUIET_S = 5  # if no rank has used a processor for this long, they all wait
+QUIET_S = 10  # if no rank has used a processor for this long, they all wait
 POLLING_S = 0.05  # what gloo's threads may use of it, because they look for messages every 10 ms
 CAUSE_S = 1  # the same, once a rank has failed
 ANSWER_S = 5  # for a rank that hangs to write down where
@@ -59,7 +59,7 @@ def run(function: Callable, num_ranks: int, *args: object, limit_s: float = 300)
         try:
             for rank in ranks:
                 rank.start()
-            problem = wait(ranks, folder, limit_s)
+            problem = wait_for_ranks(ranks, folder, limit_s)
         finally:  # Ctrl-C too leaves nothing running
             for rank in filter(lambda rank: rank.pid, ranks):
                 rank.kill()
@@ -127,32 +127,35 @@ def end_with_parent() -> None:
     os._exit(1)
 
 
-def wait(ranks: list[BaseProcess], folder: Path, limit_s: float) -> str:
+def wait_for_ranks(ranks: list[BaseProcess], folder: Path, limit_s: float) -> str:
     """Wait until all ranks have ended. Return an empty string, or what is wrong."""
     deadline, used, changed = time.monotonic() + limit_s, [0.0] * len(ranks), time.monotonic()
     while any(rank.is_alive() for rank in ranks):
         now = [processor_seconds(rank.pid) for rank in ranks]
-        if max(map(float.__sub__, now, used)) > POLLING_S:
+        if max(abs(a - b) for a, b in zip(now, used, strict=True)) > POLLING_S:
             used, changed = now, time.monotonic()
         failed = any(rank.exitcode for rank in ranks)
         # The first failure that we see need not be the cause, so the other ranks have a moment to fail too.
         if time.monotonic() > deadline or time.monotonic() - changed > (CAUSE_S if failed else QUIET_S):
             if not failed:
-                return "\n".join(["the ranks hang:", *(f"  {where(*each, folder)}" for each in enumerate(ranks))])
+                return "\n".join(
+                    ["the ranks hang:", *(f"  {describe_wait(*each, folder)}" for each in enumerate(ranks))]
+                )
             break
         time.sleep(0.02)
     return first_error(ranks, folder) if any(rank.exitcode for rank in ranks) else ""
 
 
 def processor_seconds(pid: int) -> float:
-    """Return the processor time that a process has used so far, in seconds."""
+    """Return the processor time that a process and its children have used so far, in seconds."""
     try:
-        return sum(psutil.Process(pid).cpu_times()[:2])
+        process = psutil.Process(pid)
+        return sum(sum(each.cpu_times()[:2]) for each in (process, *process.children(recursive=True)))
     except psutil.NoSuchProcess:
         return 0.0
 
 
-def where(number: int, rank: BaseProcess, folder: Path) -> str:
+def describe_wait(number: int, rank: BaseProcess, folder: Path) -> str:
     """Say in which line of the function, or of what it calls, a rank waits."""
     if not rank.is_alive():
         return f"rank {number} has ended"
