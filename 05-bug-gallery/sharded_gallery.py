@@ -31,7 +31,7 @@ def new_model() -> torch.nn.Module:
 
 def shard(model: torch.nn.Module, worker: Worker) -> None:
     mesh = init_device_mesh("cpu", (worker.world_size,))
-    fully_shard(model.layers[4], mesh=mesh)  # the second of three linear layers, as if it were a block
+    fully_shard(model.layers[4], mesh=mesh)  # the middle one of three linear layers, on its own
     fully_shard(model, mesh=mesh)
 
 
@@ -84,101 +84,8 @@ def exhibit_1_fixed(worker, folder):
 # --- 2 ---------------------------------------------------------------------------------------------------------------
 
 
-def new_engine(stage: int, **more):
-    """Return a DeepSpeed engine that takes SGD steps on `new_model`, in float32."""
-    import deepspeed  # slow to import
-
-    deepspeed.ops.__compatible_ops__ = {}  # otherwise DeepSpeed compiles a collective for CPUs
-    deepspeed.init_distributed(dist_init_required=False)
-    model = new_model().float()
-    settings = {
-        "train_micro_batch_size_per_gpu": 16,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,  # none
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
-    }
-    return deepspeed.initialize(model=model, optimizer=sgd(model.parameters()), config=settings | more)[0]
-
-
-def micro_batches(worker: Worker, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return two halves of this rank's 32 images of a step."""
-    images, labels = (tensor[worker.rank :: worker.world_size] for tensor in global_batch(step))
-    return list(zip(images.float().chunk(2), labels.chunk(2), strict=True))
-
-
-def questions_for(engine) -> ThreeQuestions:
-    """Return the questions, without any where DeepSpeed has no gradient to show before the step, or only slices."""
-    shows_gradients = engine.managed_gradient_accumulation() and engine.gradient_accumulation_steps() == 1
-    if engine.zero_optimization_stage() != 2 or not shows_gradients:
-        return mock.Mock(answers={})
-    return ThreeQuestions(engine.module, None, new_model().float(), sgd, *global_batch(0))
-
-
-def full_gradient(parameter: torch.Tensor) -> torch.Tensor:
-    from deepspeed.utils import safe_get_full_grad
-
-    return safe_get_full_grad(parameter)
-
-
-def exhibit_2_before(worker, folder, stage=2, **more):
-    engine, losses = new_engine(stage, **more), []
-    questions = questions_for(engine)
-    for step in range(STEPS):
-        total = torch.zeros(())
-        for images, labels in micro_batches(worker, step):
-            loss = F.cross_entropy(engine(images), labels) / 2
-            engine.backward(loss)
-            total += loss.detach()
-        questions.before_step(full_gradient)
-        engine.step()
-        questions.after_step()
-        losses.append(distributed.global_sum(total).item() / worker.world_size)
-    return {"losses": losses, "answers": questions.answers}
-
-
-def exhibit_2_fixed(worker, folder, stage=2, **more):
-    engine, losses = new_engine(stage, **more), []
-    questions = questions_for(engine)
-    for step in range(STEPS):
-        total = torch.zeros(())
-        for part, (images, labels) in enumerate(micro_batches(worker, step)):
-            loss = F.cross_entropy(engine(images), labels) / 2
-            engine.set_gradient_accumulation_boundary(part == 1)
-            engine.backward(loss)
-            total += loss.detach()
-        questions.before_step(full_gradient)
-        engine.step()
-        questions.after_step()
-        losses.append(distributed.global_sum(total).item() / worker.world_size)
-    return {"losses": losses, "answers": questions.answers}
-
-
-def exhibit_2_unmanaged(worker, folder):
-    return exhibit_2_before(worker, folder, managed_gradient_accumulation=False)
-
-
-def exhibit_2_set_to_2(worker, folder):
-    return exhibit_2_before(worker, folder, gradient_accumulation_steps=2)
-
-
-def exhibit_2_stage_0(worker, folder):
-    return exhibit_2_before(worker, folder, stage=0)
-
-
-def exhibit_2_stage_1(worker, folder):
-    return exhibit_2_before(worker, folder, stage=1)
-
-
-def exhibit_2_stage_3(worker, folder):
-    return exhibit_2_before(worker, folder, stage=3)
-
-
-# --- 3 ---------------------------------------------------------------------------------------------------------------
-
-
 def orthogonalize(matrix: torch.Tensor) -> torch.Tensor:
-    """Bring the singular values of a matrix near 1, by five Newton-Schulz steps with the constants of Muon."""
+    """Bring all but the smallest singular values near 1, by five Newton-Schulz steps with the constants of Muon."""
     matrix = matrix / matrix.norm()
     for _ in range(5):
         gram = matrix @ matrix.T
@@ -215,13 +122,16 @@ class MuonOnOneProcess(MatrixOptimizer):
             parameter.sub_(0.1 * orthogonalize(parameter.grad))
 
 
-def exhibit_3_before(worker, folder):
+rule_2 = MuonOnOneProcess  # the lesson uses this name, which gives nothing away
+
+
+def exhibit_2_before(worker, folder):
     model = new_model()
     shard(model, worker)
     return train(model, MuonBefore(model.parameters()), worker, rule=MuonOnOneProcess)
 
 
-def exhibit_3_fixed(worker, folder):
+def exhibit_2_fixed(worker, folder):
     model = new_model()
     shard(model, worker)
     return train(model, MuonFixed(model.parameters()), worker, rule=MuonOnOneProcess)
@@ -232,7 +142,7 @@ def muon_of_torch(parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer:
     return torch.optim.Muon(matrices, lr=0.1, momentum=0.0, nesterov=False, weight_decay=0.0)
 
 
-def exhibit_3_torch(worker, folder):
+def exhibit_2_torch(worker, folder):
     model = new_model()
     shard(model, worker)
     return train(model, muon_of_torch(model.parameters()), worker, rule=muon_of_torch)
@@ -250,9 +160,102 @@ def norm_in_float64() -> Iterator[None]:
         yield
 
 
-def exhibit_3_float64_norm(worker, folder):
+def exhibit_2_float64_norm(worker, folder):
     with norm_in_float64():
-        return exhibit_3_torch(worker, folder)
+        return exhibit_2_torch(worker, folder)
+
+
+# --- 3 ---------------------------------------------------------------------------------------------------------------
+
+
+def new_engine(stage: int, **more):
+    """Return a DeepSpeed engine that takes SGD steps on `new_model`, in float32."""
+    import deepspeed  # slow to import
+
+    deepspeed.ops.__compatible_ops__ = {}  # otherwise DeepSpeed compiles an extension for the CPU
+    deepspeed.init_distributed(dist_init_required=False)
+    model = new_model().float()
+    settings = {
+        "train_micro_batch_size_per_gpu": 16,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,  # none
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1_000_000, "allgather_bucket_size": 1_000_000},
+    }
+    return deepspeed.initialize(model=model, optimizer=sgd(model.parameters()), config=settings | more)[0]
+
+
+def micro_batches(worker: Worker, step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return two halves of this rank's 32 images of a step."""
+    images, labels = (tensor[worker.rank :: worker.world_size] for tensor in global_batch(step))
+    return list(zip(images.float().chunk(2), labels.chunk(2), strict=True))
+
+
+def questions_for(engine) -> ThreeQuestions:
+    """Return the questions, without any where DeepSpeed has no gradient to show before the step, or only slices."""
+    shows_gradients = engine.managed_gradient_accumulation() and engine.gradient_accumulation_steps() == 1
+    if engine.zero_optimization_stage() != 2 or not shows_gradients:
+        return mock.Mock(answers={})
+    return ThreeQuestions(engine.module, None, new_model().float(), sgd, *global_batch(0))
+
+
+def full_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    from deepspeed.utils import safe_get_full_grad
+
+    return safe_get_full_grad(parameter)
+
+
+def exhibit_3_before(worker, folder, stage=2, **more):
+    engine, losses = new_engine(stage, **more), []
+    questions = questions_for(engine)
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for images, labels in micro_batches(worker, step):
+            loss = F.cross_entropy(engine(images), labels) / 2
+            engine.backward(loss)
+            total += loss.detach()
+        questions.before_step(full_gradient)
+        engine.step()
+        questions.after_step()
+        losses.append(distributed.global_sum(total).item() / worker.world_size)
+    return {"losses": losses, "answers": questions.answers}
+
+
+def exhibit_3_fixed(worker, folder, stage=2, **more):
+    engine, losses = new_engine(stage, **more), []
+    questions = questions_for(engine)
+    for step in range(STEPS):
+        total = torch.zeros(())
+        for part, (images, labels) in enumerate(micro_batches(worker, step)):
+            loss = F.cross_entropy(engine(images), labels) / 2
+            engine.set_gradient_accumulation_boundary(part == 1)
+            engine.backward(loss)
+            total += loss.detach()
+        questions.before_step(full_gradient)
+        engine.step()
+        questions.after_step()
+        losses.append(distributed.global_sum(total).item() / worker.world_size)
+    return {"losses": losses, "answers": questions.answers}
+
+
+def exhibit_3_unmanaged(worker, folder):
+    return exhibit_3_before(worker, folder, managed_gradient_accumulation=False)
+
+
+def exhibit_3_set_to_2(worker, folder):
+    return exhibit_3_before(worker, folder, gradient_accumulation_steps=2)
+
+
+def exhibit_3_stage_0(worker, folder):
+    return exhibit_3_before(worker, folder, stage=0)
+
+
+def exhibit_3_stage_1(worker, folder):
+    return exhibit_3_before(worker, folder, stage=1)
+
+
+def exhibit_3_stage_3(worker, folder):
+    return exhibit_3_before(worker, folder, stage=3)
 
 
 # --- 4 ---------------------------------------------------------------------------------------------------------------
