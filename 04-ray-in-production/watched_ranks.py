@@ -24,7 +24,7 @@ from pathlib import Path
 NUM_RANKS = 3
 BATCH_SIZE = 96  # over all ranks
 PARTS = ("reading", "computing", "waiting")
-WARMUP = 2  # steps before the one in the trace, since a profiler that has just started slows the first
+WARMUP = 2  # steps before the one in the trace, since a profiler slows the first step after its start
 
 
 # --- for the notebook ------------------------------------------------------------------------------------------------
@@ -82,6 +82,7 @@ def draw_parts(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> None:
     grid[0, 0].invert_yaxis()
     for axes in grid[-1]:
         axes.set_xlabel("seconds per step")
+        axes.locator_params(axis="x", nbins=3)  # the labels of neighboring panels do not touch
     handles, labels = grid[0, 0].get_legend_handles_labels()
     grid[0, 0].figure.legend(handles, labels, frameon=False, fontsize=9, ncols=len(labels), loc="outside upper right")
 
@@ -113,7 +114,7 @@ def train(run: str, delays: Sequence[Sequence], step: Mapping, folder: Path, ste
         return images[rows], labels[rows]
 
     def over_the_network(clock: dict, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Call the hook. If the network is slow, its last result arrives later."""
+        """Call the hook. On a slow network, the average of its last bucket arrives later."""
         average = step["hand_over"](clock, bucket)
         return average.then(lambda average: (delay("network"), average.value())[1]) if bucket.is_last() else average
 

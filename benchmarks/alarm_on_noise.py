@@ -101,9 +101,9 @@ def tables(jobs: int) -> str:
     """Return all tables."""
     ours, naive = "check_regression.py", "one run each, means"
     parts = [
-        table(f"False alarms of {jobs:,}", 1.0, jobs, list(DETECTORS)),
+        table(f"False alarms in {jobs:,}", 1.0, jobs, list(DETECTORS)),
         *(
-            table(f"Slowdowns of {percent} % found, of {jobs:,}", 1 + percent / 100, jobs, [naive, ours])
+            table(f"Slowdowns of {percent} % found in {jobs:,}", 1 + percent / 100, jobs, [naive, ours])
             for percent in (10, 12, 15, 20)
         ),
     ]

@@ -294,7 +294,7 @@ def exercise_4_3a(diagnose: Callable[[list[dict]], tuple[int, str] | None]) -> N
 
 @exercise("4.3b", "a repair is worth what it takes off each step, and the second slowest rank limits it.")
 def exercise_4_3b(seconds_saved: Callable[[list[dict]], dict[int, float]]) -> None:
-    """seconds_saved(lines) -> for each rank how much shorter the run is if it is never slower than the other ranks."""
+    """seconds_saved(lines) -> for each rank how much shorter the run is if it is as fast as the fastest other."""
     for works, why in (
         ([(1.0, 2.0, 5.0)], "with rank 2 repaired the step ends when rank 1 has worked for 2 s"),
         ([(1.0, 5.0, 5.0)], "two ranks are equally slow, and one of them can be repaired"),
