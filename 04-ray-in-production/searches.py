@@ -1,11 +1,13 @@
-"""Provide what lesson 4.2's searches share: a small task, each trial's reports, the rule of ASHA's paper, figures."""
+"""Provide what lesson 4.2 shares: a small task, reports of trials, two ways to try a rule without training, figures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from ray import tune
+from ray.tune.schedulers import TrialScheduler
 from training import config as configuration
 from training import data
 from training.trainer import Trainer
@@ -103,6 +105,25 @@ def next_to_promote(
             if (number, level) not in promoted:
                 return number, level
     return None
+
+
+def ask_scheduler(scheduler: TrialScheduler, curves: Sequence[Sequence[float]], order: Sequence[int]) -> dict[int, int]:
+    """Return the epochs that each trial gets from a scheduler of Tune, with one trial at a time and without training.
+
+    curves: the accuracy of each trial after each epoch. order: the numbers of the trials as they start.
+    """
+    scheduler.set_search_properties("accuracy", "max")
+    spent = {}
+    for number in order:
+        trial = SimpleNamespace(trial_id=number)
+        scheduler.on_trial_add(None, trial)
+        for epoch, accuracy in enumerate(curves[number], 1):
+            spent[number] = epoch
+            decision = scheduler.on_trial_result(None, trial, {"epoch": epoch, "accuracy": accuracy})
+            assert decision in (TrialScheduler.CONTINUE, TrialScheduler.STOP), decision  # never TrialScheduler.PAUSE
+            if decision == TrialScheduler.STOP:
+                break
+    return spent
 
 
 def draw_epochs(
