@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from answers import OnRanks, assert_rejects, judge, stub, written
+from ray import tune
 
 import checks
 from checks import chapter_4
@@ -134,7 +135,7 @@ test_4_2a = judge(checks.exercise_4_2a, [lambda: (1, {"CPU": 0.01}), lambda: [1,
 ], prepare="nested_run_before")  # fmt: skip
 
 
-def searched(epochs=(12, 1, 1, 2, 4, 1, 1, 1, 1, 1, 2, 1), best=0.67, left_out=0) -> Callable:
+def searched(epochs=(12, 2, 2, 2, 4, 2, 2, 2, 2, 2, 2, 2), best=0.67, left_out=0) -> Callable:
     """A search whose first trial is the best, and which leaves out as many rates."""
 
     def search(rates):
@@ -148,13 +149,19 @@ def searched(epochs=(12, 1, 1, 2, 4, 1, 1, 1, 1, 1, 2, 1), best=0.67, left_out=0
 
 test_4_2b = judge(checks.exercise_4_2b, [searched()], [
     (stub, "not done yet"),
-    (searched(epochs=(12,) * 12), "144 epochs, and 48 are allowed. The trials trained, in your order: 12 12"),
-    (searched(left_out=4), "try each of the 12 rates once; yours were 0.007, 0.012"),
-    (searched(epochs=(4, 1, 1, 2, 12, 1, 1, 1, 1, 1, 1, 1)), "0.670, belongs to no trial that trained 12 epochs"),
+    (searched(epochs=(12,) * 12), "144 epochs, and 46 are allowed. The trials trained, in your order: 12 12"),
+    (searched(left_out=4), "try each of the 12 rates once; yours were 0.0045, 0.012"),
+    (searched(epochs=(12, 1, 1, 2, 4, 1, 1, 1, 1, 1, 2, 1)), "no trial may stop before epoch 2; which argument"),
+    (searched(epochs=(4, 2, 2, 2, 12, 2, 2, 2, 2, 2, 2, 2)), "0.670, belongs to no trial that trained 12 epochs"),
     (searched(best=0.61), "your best accuracy is 0.610; reach 0.65"),
     (lambda rates: [rows[-1:] for rows in searched()(rates)], "was a report left out"),
     (lambda rates: None, "return what run_search returns"),
 ])  # fmt: skip
+
+
+def test_4_2a_tune_refuses_trials_that_hold_no_cpu():
+    with pytest.raises(ValueError, match="empty head"):
+        tune.with_resources(lambda values: None, {"CPU": 0})
 
 
 def test_4_2_the_papers_rule_saves_epochs_where_rays_saves_none(monkeypatch):

@@ -4,6 +4,7 @@ import importlib
 import json
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import ray
 import training.tune as tuning
 from program import EXACT, SMALL, begin, options, reports, result, run
 from ray import tune
-from ray.tune.schedulers import PopulationBasedTraining
+from ray.tune.schedulers import ASHAScheduler, PopulationBasedTraining
 from runs import LIMIT, ROOT, has_traceback
 from training import config as configuration
 from training.trainer import Trainer
@@ -229,3 +230,29 @@ def test_nested_trials_hold_the_cpus_that_their_workers_wait_for():
     for outcome, (cpus, trials) in zip(outcomes, ((1.0, 2), (0.5, 4)), strict=True):
         held = [["CREATED", {"CPU": cpus}]] * trials + [["PENDING", {"CPU": 1.0}]] * trials
         assert outcome == {"ended": 0, "stuck": {"free": 0, "reservations": held}}
+
+
+def test_random_orders_rarely_pass_4_2b_and_orders_by_distance_do(tmp_path, monkeypatch):
+    """Exercise 4.2b: an order needs what section 1 has shown, that its good rates range from 0.0365 to 0.175."""
+    monkeypatch.syspath_prepend(ROOT / "04-ray-in-production")
+    searches = importlib.import_module("searches")
+    config, splits = searches.load_task(tmp_path, seed=7)
+    rates, last = chapter_4.RATES_4_2B, chapter_4.LAST_EPOCH
+    curves = {lr: searches.train(config, splits, lr, 7, last) for lr in rates}
+
+    def passes(order, factor):
+        scheduler = ASHAScheduler(time_attr="epoch", max_t=last, grace_period=2, reduction_factor=factor)
+        spent = searches.ask_scheduler(scheduler, curves, order)
+        if order == rates and factor == 2:
+            assert sum(spent.values()) == 116  # as the solution says
+        best = max(order, key=lambda lr: max(curves[lr][: spent[lr]]))
+        affordable = sum(spent.values()) <= chapter_4.BUDGET_EPOCHS
+        return affordable and spent[best] == last and max(curves[best]) >= chapter_4.GOAL
+
+    draw = random.Random(7)
+    shuffled = [draw.sample(rates, len(rates)) for _ in range(300)]
+    for factor in (2, 3, 4):
+        for center in (0.0365, 0.06, 0.09, 0.113, 0.15, 0.175):
+            assert passes(sorted(rates, key=lambda lr: max(lr / center, center / lr)), factor), (factor, center)
+        assert not passes(rates, factor) and not passes(rates[::-1], factor)
+        assert sum(passes(order, factor) for order in shuffled) < 0.12 * len(shuffled)
