@@ -1,8 +1,9 @@
 """The exhibits of lesson 5.1: each as it was found, with a mistake (`..._before`), and without it (`..._fixed`).
 Some have a variant, which answers a prediction.
 
-run_gallery.py runs them on two ranks. An exhibit takes the rank's `Worker` and a folder of its own that both ranks see,
-and returns what the rank reports. Exhibits have no docstrings, because the lesson prints them and asks what is wrong.
+run_gallery.py runs them on two ranks, and exhibit 11 on three. An exhibit takes the rank's `Worker` and a folder of its
+own that all ranks see, and returns what the rank reports. Exhibits have no docstrings, because the lesson prints them
+and asks what is wrong.
 """
 
 import io
@@ -346,3 +347,31 @@ def exhibit_10_fixed(worker, folder, num_images=641):
 
 def exhibit_10_variant(worker, folder):
     return exhibit_10_before(worker, folder, num_images=640)
+
+
+# --- 11 --------------------------------------------------------------------------------------------------------------
+
+
+def own_labels(worker):
+    """Return the labels of this rank's images. Rank 0 has 1 image of each class, rank 1 has 10, and rank 2 has 100."""
+    return torch.arange(5 if worker.rank == 1 else 4).repeat_interleave(10**worker.rank)
+
+
+def exhibit_11_before(worker, folder):
+    counts = torch.bincount(own_labels(worker))
+    dist.all_reduce(counts)
+    return {"counts": counts.tolist()}
+
+
+def exhibit_11_fixed(worker, folder):
+    counts = torch.bincount(own_labels(worker), minlength=5)
+    dist.all_reduce(counts)
+    return {"counts": counts.tolist()}
+
+
+def exhibit_11_variant(worker, folder):
+    counts = torch.bincount(own_labels(worker), minlength=5)
+    if worker.rank == 1:
+        counts = counts.double()
+    dist.all_reduce(counts)
+    return {"counts": counts.tolist()}

@@ -101,7 +101,7 @@ def test_reports_of_detail_name_the_guilty_one(tmp_path):
         assert answer["rule"] == "explicit_reports" or name in NOBODY, (name, answer)
 
 
-ON_TWO_RANKS = """
+OTHER_LESSONS = """
 import sys
 import time
 from pathlib import Path
@@ -133,27 +133,58 @@ def lesson_4_1(rank):
 
 def exhibit(name):
     def run(rank):
-        getattr(gallery, name)(Worker(rank, rank, 2), Path(sys.argv[1]))
+        getattr(gallery, name)(Worker(rank, rank, hanging_ranks.RANKS), Path(sys.argv[1]))
 
     return run
 
 
-hanging_ranks.RANKS = 2
-exhibits = {name: exhibit(name) for name in ("exhibit_09_before", "exhibit_09_variant", "exhibit_10_before")}
+folder, hanging_ranks.RANKS, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+exhibits = {name: exhibit(name) for name in names if name.startswith("exhibit")}
 vars(hanging_ranks).update(exhibits, lesson_1_4=lesson_1_4, lesson_4_1=lesson_4_1)
-hanging_ranks.collect({Path(sys.argv[1], name): name for name in [*exhibits, "lesson_1_4", "lesson_4_1"]})
+hanging_ranks.collect({folder / name: name for name in names})
 """
+ON_TWO_RANKS = ("exhibit_09_before", "exhibit_09_variant", "exhibit_10_before", "lesson_1_4", "lesson_4_1")
 
 
-def test_the_hangs_of_the_other_lessons_on_two_ranks(tmp_path):
-    script = tmp_path / "two_ranks.py"
-    script.write_text(ON_TWO_RANKS)
-    collect(script, tmp_path / "left")
-    verdicts = {each.name: explain_hang.explain([each / "dumps"]) for each in (tmp_path / "left").iterdir()}
-    assert len(verdicts) == 5
+@pytest.fixture
+def other_lessons(tmp_path):
+    """A function that runs hangs of other lessons on a number of ranks, and returns the folder of what they left."""
+    script = tmp_path / "other_lessons.py"
+    script.write_text(OTHER_LESSONS)
+
+    def run(ranks: int, *names: str, **environment: str) -> Path:
+        collect(script, tmp_path / "left", ranks, *names, **environment)
+        return tmp_path / "left"
+
+    return run
+
+
+def test_the_hangs_of_the_other_lessons_on_two_ranks(other_lessons):
+    left = other_lessons(2, *ON_TWO_RANKS)
+    verdicts = {name: explain_hang.explain([left / name / "dumps"]) for name in ON_TWO_RANKS}
     for name, answer in verdicts.items():  # it is one rank against one
         if name.startswith("lesson"):
             assert (answer["ranks"], answer["certainty"], answer["rule"]) == ([1], "possible", "ranks_behind")
         assert "all_reduce" in answer["operation"] and answer["certainty"] != "likely", (name, answer)
         assert "left a call out" in answer["readings"] and "one too many" in answer["readings"]
-        assert explain_hang.explain([tmp_path / "left" / name])["certainty"] != "likely"
+        assert explain_hang.explain([left / name])["certainty"] != "likely"
+
+
+def test_the_gallerys_sums_of_tensors_with_different_sizes(other_lessons):
+    left = other_lessons(3, "exhibit_11_before") / "exhibit_11_before"
+    answer = explain_hang.explain([left / "dumps"])
+    assert (answer["ranks"], answer["certainty"], answer["rule"]) == ([1], "likely", "first_difference")
+    assert answer["because"].endswith("ranks 0, 2: all_reduce [[4]] Long; rank 1: all_reduce [[5]] Long")
+    assert explain_hang.explain([left / "logs"])["ranks"] == []  # ranks 0 and 2 got a sum, and print no error
+
+
+@pytest.mark.parametrize(
+    ("version", "kind"), [("before", "TensorShape=[5], TensorDtypes=Long"), ("variant", "TensorDtypes=Double")]
+)
+def test_detail_ends_the_gallerys_sums_with_an_error_that_names_sizes_and_types(version, kind, other_lessons):
+    name = f"exhibit_11_{version}"
+    left = other_lessons(3, name, TORCH_DISTRIBUTED_DEBUG="DETAIL", TIMEOUT_S="8", QUIET_S="2") / name / "logs"
+    for rank in range(3):
+        log = (left / f"rank_{rank}.log").read_text()
+        assert f"Rank {rank} is running collective: CollectiveFingerPrint(" in log and kind in log, log
+    assert explain_hang.explain([left])["ranks"] == [1]
