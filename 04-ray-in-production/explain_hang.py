@@ -128,6 +128,13 @@ def read(paths):
                 dumps[rank] = dump
             continue
         text = content.decode(errors="replace")
+        if re.match(r'\s*\{"message"', text):  # torchrun's error file
+            try:
+                message = json.loads(text)["message"]
+                text = str(message["message"] if isinstance(message, dict) else message)
+            except (ValueError, KeyError) as error:
+                warn(f"{path} is not an error file that this tool can read: {type(error).__name__}: {error}")
+                continue
         failed = rank is not None and re.match("Error: .*", text)  # py-spy's
         for each, frames in (read_stacks(text, rank) or ({rank: [("", "0", failed[0])]} if failed else {})).items():
             # A second snapshot has the same process, and a rank that is not merely a number in another file's name.
@@ -135,8 +142,10 @@ def read(paths):
             if any(a and b and a != b for a, b in zip(origin.setdefault(each, process), process, strict=True)):
                 warn(whose.format(each), fatal=True)
             stacks[each].append(frames)
-        # A terminal may have wrapped a watchdog's line. `[Rank 1]` is the rank in its group.
-        for line in re.sub(r"(?<=[(,\]])[ \t]*\n\s*(?=[A-Z]\w+[=(]|Watchdog c)", "", text).splitlines():
+        # A terminal may have wrapped a watchdog's line, even inside a word. `[Rank 1]` is the rank in its group.
+        wrapped = r"Rank \d+\s*\]\s*Watchdog|timeout:\s*WorkNCCL\([^)]{,200}\)"
+        whole = re.sub(wrapped, lambda found: re.sub(r"\s*\n", "", found[0]), text)
+        for line in whole.splitlines():
             prefix = re.search(r"\[rank(\d+)\]:", line) or (named is None and re.search(r"Rank (\d+)\]", line))
             lines.append((int(prefix[1]) if prefix else named, line))
     return dumps, dict(stacks), lines
@@ -289,7 +298,7 @@ def in_logs(dumps, stacks, lines):
     """Find a rank that failed by itself, or that waited in nothing when the watchdogs of others reported."""
     waits, counts, failed, errors, victims = defaultdict(set), {}, set(), {}, set()
     for rank, line in lines:
-        if found := re.search(r"WorkNCCL\(SeqNum=(\d+), *OpType=(\w+)", line):
+        if found := re.search(r"WorkNCCL\(\s*SeqNum=(\d+),\s*OpType=(\w+)[,)]", line):
             waits[rank].add(f"{found[2]}, call {found[1]}")
         state = r"PG ID 0 .*last enqueued (?:NCCL )?work: (\d+),.*last completed (?:NCCL )?work: (\d+)"
         if found := re.search(state, line, re.IGNORECASE):  # of the default group
@@ -298,6 +307,10 @@ def in_logs(dumps, stacks, lines):
                 failed.add(rank)
         if found := re.search(r"\w+(Error|Exception): .*|Watchdog caught.*", line):
             victims.add(rank) if TRANSPORT.search(found[0]) else errors.setdefault(rank, found[0])
+    # What torchrun calls the root cause is the rank that ended first: mostly a victim, but not if it was killed.
+    summary = r"Root Cause.*(?:\n.*){,5}?rank +: (\d+).*\n.*exitcode +: (-9|-11) "
+    for rank, code in re.findall(summary, "\n".join(line for _, line in lines)):
+        errors[int(rank)] = f"ended by signal {code[1:]}, before all others"
     kinds = {rank: " and ".join(sorted(calls)) for rank, calls in waits.items()}
     errors = {rank: error for rank, error in errors.items() if rank not in victims}  # it went on, and waited
     if errors and None not in errors and victims:

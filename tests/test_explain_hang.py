@@ -1,6 +1,7 @@
 """explain_hang.py of chapter 4 on logs, stacks and dumps that are made up, in every format that it claims to read.
 
-The lines imitate real ones, with numbers of our own. tests/all/test_hangs.py has ranks that really hang.
+The lines imitate real ones. Those that come from a public thread, named by its repository and number, have its ranks,
+calls and numbers. tests/all/test_hangs.py has ranks that really hang.
 """
 
 import importlib
@@ -371,6 +372,189 @@ def test_gloos_errors_name_nobody_and_a_rank_with_an_error_of_its_own_is_named(e
     files = {f"attempt_0/{rank}/stderr.log": GLOO.format(rank)[9:] for rank in range(3)}
     files["attempt_0/3/stderr.log"] = "Traceback (most recent call last):\nValueError: no such file\n"
     assert says(explain(files)) == ([3], "possible", "in_logs")
+
+
+# --- Public threads: what their excerpts say, and what the tool says of it ---
+
+WATCHDOGS = {  # all ranks of the excerpt report the same call, so it names nobody: format, operation, number, ranks
+    "OFA-Sys/OFA#271": ("2.1", "ALLREDUCE", 469508, [1, 2, 3, 5, 6, 7]),
+    "huggingface/picotron_tutorial#6": ("2.2", "ALLREDUCE", 1, [1, 2, 4, 5, 7]),
+    "OpenRLHF/OpenRLHF#427": ("2.3", "_ALLGATHER_BASE", 57599, [3]),
+    "vllm-project/vllm#6042": ("2.3", "GATHER", 158046, [1]),
+    "Project-MONAI/model-zoo#685": ("2.4", "ALLREDUCE", 7, [0]),
+    "hiyouga/LlamaFactory#6269": ("2.4", "_REDUCE_SCATTER_BASE", 7753, [0, 3, 4]),
+    "hiyouga/LlamaFactory#7396": ("2.4", "ALLREDUCE", 1580, [0, 2, 4]),
+    "sgl-project/sglang#1693": ("2.4", "_ALLGATHER_BASE", 9141, [1, 4]),
+    "XPixelGroup/BasicSR#737": ("2.5", "ALLREDUCE", 808, [0, 1, 2]),
+    "mlfoundations/open_clip#1024": ("2.5", "ALLGATHER", 14217, [4, 5, 7]),
+    "modelscope/DiffSynth-Studio#458": ("2.5", "COALESCED", 610, [4, 6]),
+    "sgl-project/sglang#3709": ("2.5", "ALLREDUCE", 91885, [4]),
+    "ecmwf/WeatherGenerator#1572": ("2.6", "_ALLGATHER_BASE", 1090479, [2]),
+    "hiyouga/EasyR1#300": ("2.6", "ALLREDUCE", 1, [4]),
+    "modelscope/DiffSynth-Engine#51": ("2.6", "BROADCAST", 4, [1]),
+}
+
+
+@pytest.mark.parametrize("thread", WATCHDOGS)
+def test_watchdogs_of_public_threads_name_nobody(thread, explain):
+    version, op, number, ranks = WATCHDOGS[thread]
+    answer = explain({"train.log": "".join(watchdog(version, rank, op=op, number=number) for rank in ranks)})
+    assert says(answer) == ([], "cannot tell", "in_logs") and answer["operation"] is None
+    assert answer["because"].startswith(f"{importlib.import_module('explain_hang').names(ranks)}: {op}, call {number}.")
+
+
+def cut(text: str, width: int) -> str:
+    """The text as a terminal of this width shows it."""
+    return "".join(text[at : at + width] + "\n" for at in range(0, len(text), width))
+
+
+def seen(rank: int, op: str, number: int, where: str) -> str:
+    """What a watchdog has seen, after whatever stands before it in the thread."""
+    return where + timeout(rank, number, op)
+
+
+DEFAULT = "[PG ID 0 PG GUID 0(default_pg) Rank {}]"
+STUCK = f"[rank6]:[E429 01:02:03.4 ProcessGroupNCCL.cpp:1743] {DEFAULT.format(6)} ProcessGroupNCCL's watchdog got stuck"
+SUMMARY = """torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+Root Cause (first observed failure):
+[0]:
+  rank      : {} (local_rank: {})
+  exitcode  : {} (pid: 7)
+  error_file: <N/A>
+"""
+EXCERPTS = {  # the thread: its lines, the ranks and the certainty of the verdict, and what it says of calls
+    "pytorch/pytorch#118369": (
+        seen(0, "ALLREDUCE", 96120, "Epoch 0:   6%|") + timeout(0, 96117) + timeout(7, 64088),
+        [], "cannot tell which rank", "rank 0: ALLREDUCE, call 96117 and ALLREDUCE, call 96120; rank 7: ALLREDUCE",
+    ),
+    "agiresearch/InstructGLM#3": (timeout(0, 49, sizes="")[9:], [], "cannot tell", "rank ?: ALLREDUCE, call 49"),
+    "NVIDIA/Megatron-LM#1207": ("# [BUG] " + timeout(0, 5)[9:], [], "cannot tell", "rank ?: ALLREDUCE, call 5"),
+    "HKUDS/GraphGPT#44": (
+        "[E ProcessGroupNCCL.cpp:915] [Rank 1] NCCL watchdog thread terminated with \nexception: "
+        + timeout(1, 778778).replace("(S", "(\nS").replace("000)", "000\n)")
+        + timeout(1, 778778).replace("pT", "pT\n"),
+        [], "cannot tell", "rank 1: ALLREDUCE, call 778778.",
+    ),
+    "mila-iqia/milabench#269": (
+        "".join(seen(rank, "REDUCE", 2070, f"node-4 [stderr] [rank{rank}]:[E909 01:02:03.4] ").replace(": W", ": \nW")
+                for rank in (11, 12, 14, 15)),
+        [], "cannot tell", "ranks 11, 12, 14, 15: REDUCE, call 2070.",
+    ),
+    "huggingface/open-r1#620": (
+        "".join(cut(seen(rank, "BROADCAST", 4, f"[rank{rank}]:[E424 01:11:21.160832730 ProcessGroupNCCL.cpp:629] "), 137)
+                for rank in range(1, 7)),
+        [], "cannot tell", "ranks 1-6: BROADCAST, call 4.",
+    ),
+    "modelscope/ms-swift#5409": (  # a status line of the terminal has overwritten a piece of rank 2's
+        watchdog("2.6", 0, op="_ALLGATHER_BASE", number=137429)
+        + watchdog("2.6", 2, op="_ALLGATHER_BASE", number=137429).replace("SE, NumelI", "[451/1919]\n"),
+        [], "cannot tell", "_ALLGATHER_BASE, call 137429.",
+    ),
+    "NVIDIA/nccl#1409": (
+        watchdog("2.4", 7, op="BROADCAST", number=80078) + watchdog("2.4", 3, number=80078),
+        [], "cannot tell which rank", "rank 3: ALLREDUCE, call 80078; rank 7: BROADCAST, call 80078",
+    ),
+    "NVIDIA/nccl#1610": (  # two groups, in each of which the rank has another number
+        seen(1, "ALLTOALL_BASE", 216, "12:54 [rank13]:[E218 01:02:03.4] ")
+        + seen(1, "ALLREDUCE", 57, "12:54 [rank15]:[E218 01:02:03.4] "),
+        [], "cannot tell which rank", "rank 13: ALLTOALL_BASE, call 216; rank 15: ALLREDUCE, call 57",
+    ),
+    "KaiqiangXiong/CL-MVSNet#14": (
+        watchdog("2.6", 0, number=716) + dump_signal(0, 747, 715), [], "cannot tell", "rank 0: ALLREDUCE, call 716.",
+    ),
+    "snowflakedb/ArcticTraining#219": (
+        watchdog("2.6", 2, op="_ALLGATHER_BASE", number=120049) + STUCK.replace("6]", "7]"),
+        [], "cannot tell", "rank 2: _ALLGATHER_BASE, call 120049.",
+    ),
+    "om-ai-lab/VLM-R1#257": (cut(STUCK, 116), [], "cannot tell", ""),
+    "OpenRLHF/OpenRLHF#1126": (
+        watchdog("2.6", 7, number=460631) + dump_signal(2, 460631, 460630) + dump_signal(5, 460631, 460630),
+        [], "cannot tell", "rank 7: ALLREDUCE, call 460631.",
+    ),
+    "lsdefine/simple_GRPO#46": (  # the timeout is in a group of which the default group's numbers say nothing
+        watchdog("2.6", 2, number=45390).replace("[PG ID 0 PG GUID 0(default_pg)", "[PG ID 1 PG GUID 1")
+        + dump_signal(2, 136, 136) + dump_signal(5, 136, 136),
+        [], "cannot tell", "rank 2: ALLREDUCE, call 45390.",
+    ),
+    "vllm-project/vllm-omni#2928": (
+        dump_signal(1, 233659, 233659) + dump_signal(0, 233659, 233659), [], "cannot tell", "",
+    ),
+    "PrimeIntellect-ai/prime-rl#3186": (dump_signal(0, 1261, 1259), [], "cannot tell", ""),
+    "meta-pytorch/torchtune#2651": (dump_signal(7, 9387, 9386) + dump_signal(6, 9387, 9386), [], "cannot tell", ""),
+    "hiyouga/LlamaFactory#8261": (dump_signal(1, 6, 6) + dump_signal(6, 6, 6), [], "cannot tell", ""),
+    "modelscope/ms-swift#6301": (dump_signal(2, 79209, 79196), [], "cannot tell", ""),
+    "pytorch/pytorch#152623": (
+        watchdog("2.6", 0, number=241)
+        + LAGGING.format("7] finished collective #182, but didn't join collective #183 (count from 1)"),
+        [7], "likely", "ALLREDUCE",
+    ),
+    "NVIDIA/nccl#849": (
+        "RuntimeError: [Rank 0]: Ranks 4, 5, 6, 7 failed to pass monitoredBarrier in 2000000 ms\n",
+        [4, 5, 6, 7], "likely", "a report names ranks 4-7 as missing",
+    ),
+    "HorizonRobotics/RoboOrchardLab#33": (  # the launcher names rank 1, which waited for rank 0
+        WAITS_FOR_0[9:] + "Original exception:\n" + GLOO.format(1)[9:] + SUMMARY.format(1, 1, 1),
+        [], "cannot tell", "all wait for rank 0, see its log",
+    ),
+    "pytorch/pytorch#121606": (WAITS_FOR_0[9:].replace("Rank 1", "Rank 2"), [], "cannot tell", "all wait for rank 0"),
+    "aurekaresearch/OpenDDE#23": (
+        mismatch(*(finger(rank, "_ALLGATHER_BASE", f"359, 1, {1434 + rank}, 16", 0) for rank in (1, 2)))[9:],
+        [], "cannot tell which rank", "_ALLGATHER_BASE, TensorShape=[359, 1, 1435, 16], TensorDtypes=Float against",
+    ),
+    "modelscope/ms-swift#9443": (
+        mismatch(finger(1, "ALLREDUCE", "195812480", 3104), finger(0, "ALLREDUCE", "51123456", 3104)),
+        [], "cannot tell which rank", "ALLREDUCE, TensorShape=[195812480], TensorDtypes=Float against ALLREDUCE",
+    ),
+    "EchoseChen/SPA-VL-RLHF#2": (
+        mismatch(finger(0, "BROADCAST", "33554432", 14370), finger(2, "BROADCAST", "38838272", 14370))[9:],
+        [], "cannot tell which rank", "BROADCAST, TensorShape=[33554432], TensorDtypes=Float against BROADCAST",
+    ),
+    "bghira/SimpleTuner#2712": (
+        mismatch(finger(1, "ALLGATHER", "1", 101), finger(7, "REDUCE", "", 0))[9:],
+        [], "cannot tell which rank", "ALLGATHER, TensorShape=[1]",
+    ),
+    "pytorch/pytorch#148976": (  # a bug of DETAIL, and no mismatch
+        mismatch(finger(1, "BARRIER", "", 1), finger(2, "BARRIER", "", 0)), [], "cannot tell which rank", "BARRIER",
+    ),
+    "NVIDIA/nccl#1911": (
+        RAS.replace("AllReduce", "AllGather").format(30, 1).replace("Rank 6", "Rank 12").replace("Rank 7", "Rank 13"),
+        [], "cannot tell which rank", "ranks 12, 13: ahead of the others",
+    ),
+    "pytorch/gloo#511": ("[trainer22|6]:" + GLOO.format(6)[9:], [], "cannot tell", "all errors come from ranks that"),
+    "Intellindust-AI-Lab/DEIMv2#65": (GLOO.format(0)[9:], [], "cannot tell", "all errors come from ranks that"),
+    "czp16/Bridge-LLM-reasoning#1": (SUMMARY.format(1, 1, -6), [], "cannot tell", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("thread", EXCERPTS)
+def test_excerpts_of_public_threads(thread, explain):
+    text, ranks, certainty, about = EXCERPTS[thread]
+    answer = explain({"train.log": text})
+    assert (answer["ranks"], answer["certainty"]) == (ranks, certainty), answer
+    assert about in f"{answer['operation']}; {answer['because']}", answer
+
+
+def error_file(message: str) -> str:
+    return json.dumps({"message": {"message": message, "extraInfo": {"py_callstack": "c10d, gloo", "timestamp": "1"}}})
+
+
+def test_torchruns_error_files_and_its_summary(explain, capsys):
+    """A rank that ended first is mostly a victim: it is named only if a signal has ended it."""
+    victims = {f"attempt_0/{rank}/error.json": error_file(GLOO.format(rank)[9:]) for rank in (0, 1)}
+    own = {"attempt_0/2/error.json": error_file("ValueError: no such file")}
+    assert says(explain(victims)) == ([], "cannot tell", "in_logs")
+    answer = explain(victims | own)
+    assert says(answer) == ([2], "possible", "in_logs") and "rank 2: ValueError: no such file." in answer["because"]
+    broken = {"attempt_0/2/error.json": own["attempt_0/2/error.json"][:-9]}
+    assert says(explain(victims | broken)) == ([], "cannot tell", "in_logs")
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "2/error.json is not an error file that this tool can read" in told
+
+    log = GLOO.format(0) + GLOO.format(1)
+    assert explain({"train.log": log + SUMMARY.format(1, 1, -6)})["ranks"] == []  # NCCL's watchdog ends its own rank
+    assert explain({"train.log": log + SUMMARY.format(1, 1, -15)})["ranks"] == []  # torchrun ends the others
+    answer = explain({"train.log": log + SUMMARY.format(2, 2, -9)})
+    assert says(answer) == ([2], "possible", "in_logs") and "rank 2: ended by signal 9" in answer["because"]
 
 
 def test_all_kinds_together_and_the_best_one_counts(explain):
