@@ -1,12 +1,12 @@
 """Say which rank makes a job hang, and in which operation, from what the hang has left behind.
 
-python explain_hang.py FILES ...    # logs, stacks, dumps of the flight recorder, or folders of them, in any order
+python explain_hang.py FILES ...    # logs, stacks, dumps, torchrun's error files, or folders of them, in any order
 python explain_hang.py FILES ... --json    # ends with 0 if it names a rank, 1 if it cannot tell, 2 on bad input
 
 Needs Python 3.10 or later and no packages, and runs nothing that is in a dump. Stacks may be of several moments, dumps
-only of one. NCCL's watchdog lines (torch 2.1 to 2.15), its desync report, its RAS and its dumps are known to it from
-public excerpts and torch's source only. gloo's dumps and errors, the reports of TORCH_DISTRIBUTED_DEBUG=DETAIL and
-py-spy's stacks were tried on ranks that hung.
+of the flight recorder only of one. NCCL's watchdog lines (torch 2.1 to 2.15), its desync report, its RAS and its dumps
+are known to it from public excerpts and torch's source only. gloo's dumps and errors, the reports of
+TORCH_DISTRIBUTED_DEBUG=DETAIL and py-spy's stacks were tried on ranks that hung.
 "Cannot tell" is an answer: a watchdog's line comes from a rank that waits, not from the one it waits for.
 """
 

@@ -22,6 +22,7 @@ import time
 from datetime import timedelta
 from pathlib import Path
 
+import explain_hang
 import psutil
 import torch
 import torch.distributed as dist
@@ -345,6 +346,43 @@ def torchfrtrace(folder: Path, last_rank_first: bool = False) -> str:
     blamed = r"(?:Culprit rank |missing ranks: {|Missing dump files from ranks {)([\d, ]+)"
     ranks = re.findall(r"\d+", " ".join(re.findall(blamed, "\n".join(messages))))
     return ", ".join(sorted(set(ranks))) or "nobody"
+
+
+# --- A picture. -----------------------------------------------------------------------------------------------------
+
+
+def draw_calls(folders: dict[str, Path], last: int = 3) -> None:
+    """Draw a panel for each folder of dumps, by title: the last calls of the default group, a row per rank."""
+    import matplotlib.pyplot as plt  # here, because the ranks do not draw
+
+    from shared import plots
+
+    colors = {"all_reduce": plots.COLORS[0], "barrier": plots.COLORS[1]}
+    size = (1.45 * last * len(folders), 0.45 * RANKS + 0.9)
+    _, panels = plt.subplots(1, len(folders), figsize=size, squeeze=False, layout="constrained")
+    for axes, (title, folder) in zip(panels[0], folders.items(), strict=True):
+        dumps, guilty = explain_hang.read([folder])[0], explain_hang.explain([folder])["ranks"]
+        calls = {rank: next(iter(dump["calls"].values())) for rank, dump in sorted(dumps.items())}
+        end = max(max(numbers) for numbers in calls.values())
+        for rank, numbers in calls.items():
+            for number in range(end - last + 1, end + 1):
+                name, _, sizes = numbers.get(number, (0, ""))[1].partition(" ")
+                waits = dumps[rank]["waits"] and dumps[rank]["waits"][1] == number
+                box = {"facecolor": colors.get(name, plots.COLORS[2]), "edgecolor": "black" if waits else "none"}
+                if name:
+                    label = f"{name} {''.join(re.findall(r'[0-9]+', sizes.split(']')[0]))}".rstrip()
+                    axes.text(
+                        number, rank, label, ha="center", va="center", fontsize=8, color="white",
+                        bbox={"boxstyle": "round", "linewidth": 2.5 if waits else 0, **box},
+                    )  # fmt: skip
+        axes.set(xlim=(end - last + 0.4, end + 0.6), ylim=(RANKS - 0.5, -0.5), xlabel="call")
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xticks(range(end - last + 1, end + 1))
+        axes.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
+        for rank, label in enumerate(axes.get_yticklabels()):
+            label.set(color=plots.COLORS[4], weight="bold") if rank in guilty else None
+        axes.spines[:].set_visible(False)
+        axes.tick_params(length=0)
 
 
 if __name__ == "__main__":

@@ -441,7 +441,7 @@ EXCERPTS = {  # the thread: its lines, the ranks and the certainty of the verdic
         [], "cannot tell", "ranks 11, 12, 14, 15: REDUCE, call 2070.",
     ),
     "huggingface/open-r1#620": (
-        "".join(cut(seen(rank, "BROADCAST", 4, f"[rank{rank}]:[E424 01:11:21.160832730 ProcessGroupNCCL.cpp:629] "), 137)
+        "".join(cut(seen(rank, "BROADCAST", 4, f"[rank{rank}]:[E424 01:11:21.160832730 Process.cpp:629] "), 128)
                 for rank in range(1, 7)),
         [], "cannot tell", "ranks 1-6: BROADCAST, call 4.",
     ),
@@ -524,6 +524,12 @@ EXCERPTS = {  # the thread: its lines, the ranks and the certainty of the verdic
     "Intellindust-AI-Lab/DEIMv2#65": (GLOO.format(0)[9:], [], "cannot tell", "all errors come from ranks that"),
     "czp16/Bridge-LLM-reasoning#1": (SUMMARY.format(1, 1, -6), [], "cannot tell", ""),
 }  # fmt: skip
+
+
+def test_two_of_47_public_threads_name_a_rank():
+    assert len(WATCHDOGS) + len(EXCERPTS) == 47
+    named = {thread for thread, (_, ranks, *_) in EXCERPTS.items() if ranks}
+    assert named == {"pytorch/pytorch#152623", "NVIDIA/nccl#849"}
 
 
 @pytest.mark.parametrize("thread", EXCERPTS)
