@@ -364,8 +364,9 @@ def draw_calls(folders: dict[str, Path], last: int = 3) -> None:
         dumps, guilty = explain_hang.read([folder])[0], explain_hang.explain([folder])["ranks"]
         calls = {rank: next(iter(dump["calls"].values())) for rank, dump in sorted(dumps.items())}
         end = max(max(numbers) for numbers in calls.values())
+        first = max(1, end - last + 1)
         for rank, numbers in calls.items():
-            for number in range(end - last + 1, end + 1):
+            for number in range(first, end + 1):
                 name, _, sizes = numbers.get(number, (0, ""))[1].partition(" ")
                 waits = dumps[rank]["waits"] and dumps[rank]["waits"][1] == number
                 box = {"facecolor": colors.get(name, plots.COLORS[2]), "edgecolor": "black" if waits else "none"}
@@ -375,9 +376,9 @@ def draw_calls(folders: dict[str, Path], last: int = 3) -> None:
                         number, rank, label, ha="center", va="center", fontsize=8, color="white",
                         bbox={"boxstyle": "round", "linewidth": 2.5 if waits else 0, **box},
                     )  # fmt: skip
-        axes.set(xlim=(end - last + 0.4, end + 0.6), ylim=(RANKS - 0.5, -0.5), xlabel="call")
+        axes.set(xlim=(first - 0.6, end + 0.6), ylim=(RANKS - 0.5, -0.5), xlabel="call")
         axes.set_title(title, loc="left", fontsize=10)
-        axes.set_xticks(range(end - last + 1, end + 1))
+        axes.set_xticks(range(first, end + 1))
         axes.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
         for rank, label in enumerate(axes.get_yticklabels()):
             label.set(color=plots.COLORS[4], weight="bold") if rank in guilty else None
