@@ -240,7 +240,7 @@ def check_nodes(checklist: Checklist, args: argparse.Namespace, name: str) -> bo
             at_least = max(sent - remote_time, remote_time - received)
             at_most = max(at_most, received - remote_time, remote_time - sent)
             if at_least > CLOCKS_S:
-                wrong.append(f"wrong by {at_least:.1f} s or more on {names[node]}")
+                wrong.append(f"at least {at_least:.1f} s from this one on {names[node]}")
         if wrong:
             raise Failed(", ".join(wrong), "run an NTP client (chrony) on all nodes")
         return f"all within {at_most:.2f} s of this one"
