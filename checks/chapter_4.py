@@ -419,8 +419,8 @@ def exercise_4_4b(script: str | Path) -> None:
 
 
 @exercise("4.5a", "the sick machine has no worker, and the job continues where it was interrupted.")
-def exercise_4_5a(rescue: Callable[[list[str], list[dict], Path, Path], dict]) -> str:
-    """rescue(names, items, laptop, storage) -> {"sick": name, "job": {"command": ..., "working_dir": ..., ...}}."""
+def exercise_4_5a(rescue: Callable[[list[dict], Path, Path], dict]) -> str:
+    """rescue(items, laptop, storage) -> {"sick": name, "job": {"command": ..., "working_dir": ..., ...}}."""
     if "NotImplementedError" in rescue.__code__.co_names:
         raise NotImplementedError  # before a cluster is started
     return judge_rescue(tried_on_machines(rescue))
@@ -440,8 +440,8 @@ def judge_rescue(seen: "Rescued") -> str:
     """Return the praise for a job that continues on the healthy machine; raise Wrong otherwise."""
     if seen.named != seen.sick:
         raise Wrong(
-            f"you say that machine {seen.named!r} is sick, and it is another one. Ask every machine for what "
-            "verify_cluster.py complains of: which answer differs from both others?"
+            f"machine {seen.named!r} is healthy. The failed item names the sick one by its address and the first "
+            "digits of its node ID. Which machine has that ID?"
         )
     printed = "\n".join(seen.lines)
     if "can't open file" in printed:
@@ -452,47 +452,47 @@ def judge_rescue(seen: "Rescued") -> str:
             "that be, or what else sends code?"
         )
     if "worker group startup timed out" in printed:
-        raise Wrong("the job waited for workers that do not fit. How many CPUs are left without the sick machine?")
+        raise Wrong("the job waited for more workers than there is room for. How many CPUs do healthy machines have?")
     workers = re.findall(r"rank \d+ on machine (\w+) continues after step (\d+)", printed)
     if not workers:
         raise Wrong(f"the job has trained nothing. Its last line: {seen.lines[-1] if seen.lines else ''}")
     if seen.sick in [machine for machine, _ in workers]:
         raise Wrong(f"a worker ran on the sick machine {seen.sick}. Which option of train.py keeps it away?")
     if not re.search(rf"--avoid[ =]['\"]?{seen.sick}\b", seen.command):
-        raise Wrong(f"no worker ran on {seen.sick}, but only by luck. Which option of train.py keeps it away?")
+        raise Wrong(f"no worker ran on {seen.sick}, but only by chance. Which option of train.py keeps it away?")
     if int(workers[0][1]) != seen.saved_step:
         raise Wrong(
-            f"the job continued after step {workers[0][1]}, and the interrupted run had saved step {seen.saved_step}. "
+            f"the job continued after step {workers[0][1]}, but the interrupted run had saved step {seen.saved_step}. "
             "Where is newest.pt, and can the machine of rank 0 see that folder?"
         )
     if max(seen.losses, default=0) != seen.last_step:
-        raise Wrong(f"the last step should be {seen.last_step}, and is {max(seen.losses, default=0)}")
+        raise Wrong(f"the last step should be {seen.last_step}, but is {max(seen.losses, default=0)}")
     apart = max(abs(loss - seen.expected[step]) for step, loss in seen.losses.items())
     if apart > 1e-9:
-        raise Wrong(f"the losses are {apart:.1e} from those of one process")
+        raise Wrong(f"the losses differ from those of one process by up to {apart:.1e}")
     return f"Machine {seen.sick} was sick; steps {min(seen.losses)} to {seen.last_step} have the losses of one process."
 
 
-@exercise("4.5b", "inside a folder that all share, or in a bucket; nowhere else.")
+@exercise("4.5b", "a path survives in a folder that all machines share, or in a bucket.")
 def exercise_4_5b(survives: Callable[[str, list[str]], bool]) -> None:
-    """survives(path, mounts) -> whether what lies there is still there when its node is gone."""
+    """survives(path, mounts) -> whether files under this path are still there after their machine is lost."""
     mounts = ["/mnt/shared", "/mnt/data"]
     for path, expected, why in (
-        ("/mnt/shared/runs", True, "it lies in a shared folder"),
+        ("/mnt/shared/runs", True, "it is in a shared folder"),
         ("/mnt/data/sets/a.csv", True, "there are two shared folders"),
         ("/mnt/shared", True, "it is the shared folder"),
-        ("s3://bucket/runs", True, "a bucket belongs to no node"),
-        ("gs://bucket/runs", True, "a bucket belongs to no node"),
+        ("s3://bucket/runs", True, "a bucket belongs to no machine"),
+        ("gs://bucket/runs", True, "a bucket belongs to no machine"),
         ("runs/a", False, "a relative path leads into the job's own folder"),
         ("mnt/shared/a", False, "without a slash at its beginning it is relative"),
-        ("/tmp/runs", False, "it is the node's own disk"),
-        ("/mnt/shared2/runs", False, "it begins with the letters of /mnt/shared, and is another folder"),
+        ("/tmp/runs", False, "it is the machine's own disk"),
+        ("/mnt/shared2/runs", False, "it begins with the letters of /mnt/shared, but is a different folder"),
         ("/mnt/shared/../private", False, "`..` leads out of the folder again: it is /mnt/private"),
-        ("file:///tmp/runs", False, "a URI, but it points to the node's own disk"),
+        ("file:///tmp/runs", False, "a URI, but it points to the machine's own disk"),
     ):
         seen = survives(path, list(mounts))
         if bool(seen) != expected or seen is None:
-            raise Wrong(f"survives({path!r}, {mounts}) is {expected}, and yours says {seen!r}: {why}")
+            raise Wrong(f"survives({path!r}, {mounts}) should be {expected}, but yours says {seen!r}: {why}")
 
 
 # --- Lesson 4.6: whose fault is a hang? ------------------------------------------------------------------------------

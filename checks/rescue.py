@@ -110,7 +110,7 @@ def try_rescue(rescue: Callable, sick: SickCluster) -> Rescued:
         cluster.quiet_settings(own=False)
         ray.init(sick.machines.address, logging_config=ray.LoggingConfig(log_level="ERROR"), log_to_driver=False)
         try:
-            answer = rescue(list(NAMES), [dict(item) for item in sick.items], sick.laptop, Path(storage))
+            answer = rescue([dict(item) for item in sick.items], sick.laptop, Path(storage))
         finally:
             ray.shutdown()
         try:

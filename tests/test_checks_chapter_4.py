@@ -390,16 +390,16 @@ def rescued(**changes):
 
 test_4_5a = judge(checks.exercise_4_5a, [rescued()], [
     (stub, "not done yet"),
-    (rescued(named="a"), "which answer differs from both others"),
+    (rescued(named="a"), "Which machine has that ID"),
     (rescued(lines=["python: can't open file 'train.py'"]), "has to travel with the command"),
     (rescued(lines=["ModuleNotFoundError: No module named 'shared'"]), "what else sends code"),
-    (rescued(lines=["The worker group startup timed out after 60.0 seconds"]), "How many CPUs are left"),
+    (rescued(lines=["The worker group startup timed out after 60.0 seconds"]), "How many CPUs do healthy"),
     (rescued(lines=["ValueError: 3"]), "Its last line: ValueError: 3"),
     (rescued(lines=["rank 0 on machine b continues after step 8"]), "keeps it away"),
-    (rescued(command="python train.py --avoid a"), "only by luck"),
+    (rescued(command="python train.py --avoid a"), "only by chance"),
     (rescued(lines=["rank 0 on machine a continues after step 0"]), "Where is newest.pt"),
-    (rescued(losses={19: 1.0}), "the last step should be 20, and is 19"),
-    (rescued(losses={20: 1.1}), "1.0e-01 from those of one process"),
+    (rescued(losses={19: 1.0}), "the last step should be 20, but is 19"),
+    (rescued(losses={20: 1.1}), "those of one process by up to 1.0e-01"),
 ], prepare="rescued_before")  # fmt: skip
 
 
@@ -410,12 +410,12 @@ def survives(path, mounts):
 
 test_4_5b = judge(checks.exercise_4_5b, [survives], [
     (stub, "not done yet"),
-    (lambda path, mounts: path.startswith(tuple(mounts)), "a bucket belongs to no node"),
+    (lambda path, mounts: path.startswith(tuple(mounts)), "a bucket belongs to no machine"),
     (lambda path, mounts: path.startswith((*mounts, "s3:", "gs:")), "it begins with the letters"),
     (lambda path, mounts: "3:" in path or "gs:" in path or any(
         Path(path).is_relative_to(mount) for mount in mounts), "it is /mnt/private"),
-    (lambda path, mounts: "://" in path or survives(path, mounts), "points to the node's own disk"),
-    (lambda path, mounts: path.startswith("/") or survives(path, mounts), "it is the node's own disk"),
+    (lambda path, mounts: "://" in path or survives(path, mounts), "points to the machine's own disk"),
+    (lambda path, mounts: path.startswith("/") or survives(path, mounts), "it is the machine's own disk"),
     (lambda path, mounts: survives(path, mounts) or None, "yours says None"),
 ])  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_the_table_of_spot_machines(costs):
 def test_an_idle_weekend():
     left_on, grown, own = 62 * (WORKERS + HEAD_PRICE), 10 / 60 * WORKERS + 62 * HEAD_PRICE, 10 / 60 * (WORKERS + 0.3)
     assert own < grown < left_on / 20
-    assert all(part in PAGE for part in (f"cost {left_on:.0f}.", f"it is {grown:.0f},", f"own cluster {own:.1f}."))
+    assert all(part in PAGE for part in (f"cost {left_on:.0f}.", f"down to {grown:.0f},", f"job's own to {own:.1f}."))
 
 
 def test_the_cluster_files_keep_the_head_free_and_have_one_gpu_per_worker():

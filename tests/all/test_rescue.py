@@ -2,8 +2,7 @@
 
 import contextlib
 import json
-import time
-from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import ray
@@ -18,9 +17,9 @@ SICK = {"clock": ("a", {"clock_wrong_by_s": -180}), "package": ("b", {"package":
 
 def solution():
     """The function of the solutions, without the call of its check."""
-    cell = "\n".join("".join(cell["source"]) for cell in SOLUTION["cells"] if cell["id"] in ("ask", "rescue"))
-    names = {"ray": ray, "version": version, "time": time}
-    exec("import statistics\nfrom pathlib import Path\n" + cell.partition("\nchecks.")[0], names)
+    (cell,) = ("".join(cell["source"]) for cell in SOLUTION["cells"] if cell["id"] == "rescue")
+    names = {"ray": ray, "Path": Path}
+    exec(cell.partition("\nchecks.")[0], names)
     return names["rescue"]
 
 
@@ -51,20 +50,20 @@ def test_wrong_answers_are_told_what_is_missing(sick):
     right = solution()
 
     def but(command=lambda command: command, **job):
-        def answer(names, items, laptop, storage):
-            given = right(names, items, laptop, storage)
+        def answer(items, laptop, storage):
+            given = right(items, laptop, storage)
             changed = {**given["job"], "command": command(given["job"]["command"]), **job}
             return {"sick": given["sick"], "job": {name: value for name, value in changed.items() if value}}
 
         return answer
 
     for answer, words in (
-        (lambda *given: {**right(*given), "sick": "b"}, "which answer differs"),
+        (lambda *given: {**right(*given), "sick": "b"}, "Which machine has that ID"),
         (lambda *given: "a", "yours is 'a'"),
         (but(env_vars={"A": "1"}), "yours has 'env_vars' too"),
         (but(working_dir=None), "has to travel with the command"),
         (but(py_modules=None), "what else sends code"),
-        (but(lambda command: command.replace("--workers 1", "--workers 2")), "How many CPUs are left"),
+        (but(lambda command: command.replace("--workers 1", "--workers 2")), "How many CPUs do healthy"),
         (but(lambda command: command.replace("--avoid a", "--avoid b")), "ran on the sick machine a"),
         (but(lambda command: command.replace("--avoid a", "")), "Which option of train.py keeps it away"),
         (but(lambda command: command.replace("--save-to ", "--save-to ~")), "Where is newest.pt"),

@@ -59,6 +59,11 @@ class Failed(Exception):
         self.fix = fix
 
 
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages as this machine has them."""
+    return {"Python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+
+
 def inspect_node(storage: str, name: str) -> dict:
     """Describe this node, and write a file to the storage. Runs on each node."""
     try:
@@ -67,9 +72,7 @@ def inspect_node(storage: str, name: str) -> dict:
     except OSError as error:
         problem = f"{error.strerror}: {error.filename}"
     return {
-        "host": socket.gethostname(),
-        "python": platform.python_version(),
-        "packages": {name: version(name) for name in PACKAGES},
+        "versions": versions(),
         "gpus": torch.cuda.device_count(),
         "free_gb": shutil.disk_usage(tempfile.gettempdir()).free / 1e9,
         "storage": problem,
@@ -199,7 +202,7 @@ def main() -> None:
 
 def training_not_tried() -> str:
     """Fail without training: if nodes or storage do not work, it would hang, or fail for a known reason."""
-    raise Failed("not tried", "mend what failed above first")
+    raise Failed("not tried", "first fix what failed above")
 
 
 def check_nodes(checklist: Checklist, args: argparse.Namespace, name: str) -> bool:
@@ -227,36 +230,49 @@ def check_nodes(checklist: Checklist, args: argparse.Namespace, name: str) -> bo
         return f"{len(alive)}, a worker process on each"
 
     def clocks() -> str:
-        read_clock, at_least, at_most = ray.remote(num_cpus=0)(lambda: time.time()), 0.0, 0.0
-        for node in reports:  # one after the other, in processes that are running already: an answer takes milliseconds
-            sent = time.time()
-            remote_time = ray.get(read_clock.options(scheduling_strategy=pinned[node]).remote(), timeout=args.patience)
-            received = time.time()
-            at_least = max(at_least, sent - remote_time, remote_time - received)
+        read_clock, wrong, at_most = ray.remote(num_cpus=0)(lambda: time.time()), [], 0.0
+        for node in reports:
+            for _ in range(2):  # the first answer may wait for a process to start; the second takes milliseconds
+                sent = time.time()
+                request = read_clock.options(scheduling_strategy=pinned[node]).remote()
+                remote_time = ray.get(request, timeout=args.patience)
+                received = time.time()
+            at_least = max(sent - remote_time, remote_time - received)
             at_most = max(at_most, received - remote_time, remote_time - sent)
-        if at_least > CLOCKS_S:
-            raise Failed(f"a clock is wrong by {at_least:.1f} s or more", "run an NTP client (chrony) on all nodes")
+            if at_least > CLOCKS_S:
+                wrong.append(f"at least {at_least:.1f} s from this one on {names[node]}")
+        if wrong:
+            raise Failed(", ".join(wrong), "run an NTP client (chrony) on all nodes")
         return f"all within {at_most:.2f} s of this one"
 
     def packages() -> str:
-        variants = {json.dumps([report["python"], report["packages"]]) for report in reports.values()}
-        if len(variants) > 1:
-            raise Failed(" / ".join(sorted(variants)), "the same image, or the same requirements.txt, on all nodes")
-        first = next(iter(reports.values()))
-        return f"Python {first['python']}, " + ", ".join(f"{name} {found}" for name, found in first["packages"].items())
+        here = versions()
+        different = [
+            f"{name} {found} on {names[node]}, but {here[name]} here"
+            for node, report in reports.items()
+            for name, found in report["versions"].items()
+            if found != here[name]
+        ]
+        if different:
+            raise Failed("; ".join(different), "the same image, or the same requirements.txt, on all nodes")
+        return ", ".join(f"{name} {found}" for name, found in here.items())
 
     def disks() -> str:
-        least = min(report["free_gb"] for report in reports.values())
+        least, node = min((report["free_gb"], node) for node, report in reports.items())
         if least < FREE_GB:
-            raise Failed(f"{least:.1f} GB free in a temporary folder", "Ray spills objects there: free some space")
+            seen = f"{least:.1f} GB free in the temporary folder of {names[node]}"
+            raise Failed(seen, "Ray spills objects there: free some space")
         return f"at least {least:.0f} GB free"
 
     def storage() -> str:
-        bad = [f"{names[node]} ({report['storage']})" for node, report in reports.items() if report["storage"]]
-        num_files = len(os.listdir(Path(args.storage) / name))
-        if bad or num_files != len(reports):
-            missing = ", ".join(bad) or f"{len(reports) - num_files} nodes wrote somewhere else"
-            raise Failed(f"{args.storage} is not one folder: {missing}", "mount it on all nodes at this path")
+        written = os.listdir(Path(args.storage) / name)
+        bad = [
+            f"{names[node]}: {report['storage'] or 'its file is somewhere else'}"
+            for node, report in reports.items()
+            if report["storage"] or node not in written
+        ]
+        if bad:
+            raise Failed(f"{args.storage} is not one folder: {', '.join(bad)}", "mount it on all nodes at this path")
         return f"every node can write to {args.storage}"
 
     def gpus() -> str:
