@@ -119,16 +119,16 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.num_heads = config.num_heads
+        self.head_dim = config.dim // config.num_heads
         self.norm1 = nn.LayerNorm(config.dim)
-        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)
+        self.qkv = nn.Linear(config.dim, 3 * config.dim, bias=False)  # rows by head, so a slice can hold heads
         self.out = nn.Linear(config.dim, config.dim, bias=False)
         self.norm2 = nn.LayerNorm(config.dim)
         self.up = nn.Linear(config.dim, 4 * config.dim, bias=False)
         self.down = nn.Linear(4 * config.dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
+        q, k, v = self.qkv(self.norm1(x)).unflatten(2, (-1, 3, self.head_dim)).permute(3, 0, 2, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # (batch, heads, tokens, dim of a head)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -175,7 +175,7 @@ def initial_value(name: str, shape: torch.Size, seed: int) -> torch.Tensor:
 def init_weights(
     model: GPT, seed: int, gathered: Callable[[nn.Parameter], AbstractContextManager] = nullcontext
 ) -> None:
-    """Set every parameter to its `initial_value`.
+    """Set every parameter to its `initial_value`, with the rows of `qkv` by head.
 
     For a DTensor each rank sets its own slice, without communication.
     gathered: a context manager that gathers a whole parameter, such as DeepSpeed's `GatheredParameters`.
@@ -184,7 +184,10 @@ def init_weights(
 
     for name, parameter in model.named_parameters():
         with gathered(parameter):
-            value = initial_value(name, parameter.shape, seed).to(parameter.device, parameter.dtype)
+            value = initial_value(name, parameter.shape, seed)
+            if name.endswith("qkv.weight"):  # drawn as the queries of all heads, then the keys, then the values
+                value = value.unflatten(0, (3, model.config.num_heads, -1)).transpose(0, 1).flatten(0, 2)
+            value = value.to(parameter.device, parameter.dtype)
             if isinstance(parameter, DTensor):
                 value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
             parameter.copy_(value)

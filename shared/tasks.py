@@ -158,6 +158,7 @@ class TextTask(Task):
     def complete_options(cls, options: argparse.Namespace) -> None:
         super().complete_options(options)
         options.preset = options.preset or "nano"
+        options.qkv_rows = "by head"  # a mark in checkpoints: older ones have them by kind, and are refused
 
     @staticmethod
     def load(args: argparse.Namespace) -> Splits:

@@ -91,6 +91,31 @@ def test_mlp_flattens_its_input_and_drops_only_in_training():
     assert torch.equal(model(images), model(images.flatten(1)))
 
 
+def test_a_slice_of_qkv_holds_whole_heads():
+    """Half of its rows and half of `out`'s columns compute half of the heads, and the halves add up to the whole."""
+    model = models.GPT(models.GPTConfig(num_layers=1, num_heads=4, dim=16, context=6)).double()
+    models.init_weights(model, seed=0)
+    block, x = model.blocks[0], torch.randn(2, 6, 16, dtype=torch.float64)
+    block.down.weight.data.zero_()  # leaves the attention alone
+    whole, qkv, out = block(x) - x, block.qkv.weight.data, block.out.weight.data
+    assert whole.abs().max() > 1e-4
+    parts = 0
+    for rows, columns in zip(qkv.chunk(2), out.chunk(2, dim=1), strict=True):
+        block.qkv.weight.data, block.out.weight.data = rows, columns
+        parts = parts + block(x) - x
+    torch.testing.assert_close(parts, whole, rtol=0, atol=1e-14)
+
+
+def test_a_head_starts_with_the_values_that_it_had_when_qkv_was_ordered_by_kind():
+    """That is why the runs recorded before are equal to those of today."""
+    model = models.GPT(models.GPTConfig(num_layers=1, num_heads=4, dim=16, context=6))
+    models.init_weights(model, seed=3)
+    name, weight = "blocks.0.qkv.weight", model.blocks[0].qkv.weight
+    by_kind = models.initial_value(name, weight.shape, seed=3).unflatten(0, (3, 4, 4))
+    by_head = weight.detach().unflatten(0, (4, 3, 4))
+    assert all(torch.equal(by_head[head, kind], by_kind[kind, head]) for head in range(4) for kind in range(3))
+
+
 def floating_point_operations(function, *arguments):
     with FlopCounterMode(display=False) as counter:
         function(*arguments)

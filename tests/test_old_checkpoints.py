@@ -1,4 +1,7 @@
-"""Today's code on checkpoints of earlier versions (old_checkpoints.py): each kind is read, and its run goes on."""
+"""Today's code on checkpoints of earlier versions (old_checkpoints.py): each kind is read, and its run goes on.
+
+The one exception is the GPT, whose qkv has had its rows by head since: its older runs are refused.
+"""
 
 import json
 import sys
@@ -8,11 +11,12 @@ import old_checkpoints as old
 import pytest
 import torch
 from program import PROGRAM
-from runs import ROOT, Fork, train
+from runs import ROOT, Fork, refused, train
 
-from shared import checkpoint
+from shared import checkpoint, tasks
 from shared.distributed import Worker
 from shared.on_ray import storage
+from shared.running import options, runs
 
 READ_SHARDS = """
 import json, sys
@@ -96,6 +100,30 @@ def test_shards_of_fsdp2_and_deepspeed_are_read(folder, tmp_path):
         assert torch.tensor(deepspeed["weights"][name]) == pytest.approx(value, abs=5e-5)
     assert fsdp2["steps"] == deepspeed["steps"] == [2]
     assert deepspeed["progress"]["options"] == {**fsdp2["progress"]["options"], "zero_stage": 2}
+
+
+OLDER_GPT = "holds an older GPT, with the rows of qkv in a different order: begin a new run with a different --run-name"
+
+
+@pytest.mark.parametrize("kind, script", [("fsdp2", "train_ray_fsdp2.py"), ("deepspeed", "train_ray_deepspeed.py")])
+def test_an_older_gpt_is_refused_in_one_line_before_a_worker_starts(folder, tmp_path, kind, script):
+    """It would load: names and shapes are the same."""
+    script = ROOT / "03-fsdp-deepspeed" / script
+    words = ("--num-workers", 1, "--batch-size", 640, "--storage-path", folder, "--run-name", kind, "--resume")
+    path = folder / kind / "checkpoint-00000002-0a1b2c3d"
+    assert refused(0, tmp_path, *words, script=script) == f"{script.name}: error: {path} {OLDER_GPT}"
+
+
+def test_an_older_gpt_of_train_ddp_is_refused_and_a_newer_one_is_not(tmp_path):
+    parser = options.training_parser("A manual.", [tasks.ImageTask, tasks.TextTask])
+    text, images = (parser.parse_args(["--dataset", name]) for name in ("text", "digits"))
+    before, now = old.GPT_OPTIONS, runs.options_of(text)
+    run = runs.Run(tmp_path, now)
+    with pytest.raises(ValueError, match=f"^older.pt {OLDER_GPT}$"):
+        run.check_options("older.pt", before, Worker())
+    run.check_options("newer.pt", now, Worker())
+    # Classifiers have no such mark: their older checkpoints stay what they were.
+    assert now.keys() - before.keys() == {"qkv_rows"} and "qkv_rows" not in runs.options_of(images)
 
 
 def test_a_run_of_the_program_goes_on(folder, monkeypatch, capsys):

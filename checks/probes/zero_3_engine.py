@@ -62,10 +62,11 @@ def train_engine(learner: dict) -> dict:
     """Return which start values are wrong in the port's engine, and what it does in each step."""
     engine = learner["build_engine"](config, SETTINGS)
     named, steps = dict(engine.module.named_parameters()), []
+    start = models.GPT(config)
+    models.init_weights(start, seed=7)
+    start_values = dict(start.named_parameters())
     with deepspeed.zero.GatheredParameters(list(named.values())):
-        wrong = [
-            name for name, value in named.items() if not torch.equal(value, models.initial_value(name, value.shape, 7))
-        ]
+        wrong = [name for name, value in named.items() if not torch.equal(value, start_values[name])]
     for step in range(4):
         batch = windows[8 * step + worker.rank : 8 * step + 8 : 2]
         parts = list(zip(*(half.tensor_split(2) for half in batch), strict=True))

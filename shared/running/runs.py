@@ -38,6 +38,8 @@ CONTENTS = {
     "data_file": "a different --data-file",
     "validation_rows": "different validation rows",
 }
+# Marks that older checkpoints lack, and what these hold, in a message. They would load, and compute something else.
+MARKS = {"qkv_rows": "an older GPT, with the rows of qkv in a different order"}
 MAY_DIFFER = ("text_file", "precision", "batch_size", "lr", "lr_step_size", "seed")
 
 
@@ -159,6 +161,8 @@ class Run:
         changed = [name for name in now | saved if saved.get(name) != now.get(name)]
         changed = [name for name in changed if name in saved or name not in CONTENTS]  # older: nothing to compare
         for name in changed:
+            if name in MARKS and name in now:
+                raise ValueError(f"{path} holds {MARKS[name]}: begin a new run with a different --run-name")
             if name in CONTENTS and name in now:
                 raise ValueError(
                     f"{path} was written with {CONTENTS[name]}: resume with the old one, or begin a new run with a "
@@ -230,4 +234,4 @@ def option_of(name: str, value: object) -> str:
 def options_of(args: argparse.Namespace, *names: str) -> dict:
     """Return the options that decide what a run computes: those that all scripts have, and `names` of this script's."""
     common = ("model", "dataset", *MAY_DIFFER)
-    return {name: getattr(args, name) for name in (*common, "preset", *names) if hasattr(args, name)}
+    return {name: getattr(args, name) for name in (*common, "preset", *MARKS, *names) if hasattr(args, name)}
