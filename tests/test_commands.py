@@ -27,7 +27,7 @@ from notebook_rules import repository_files
 import ray_images
 from shared import sampling
 from shared.errors import UsageError
-from shared.on_ray import cluster, storage
+from shared.on_ray import cluster, storage, workers
 from shared.running import restarts
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +51,7 @@ PAGES = {  # and the folder that its commands are run in
     "03-fsdp-deepspeed/README.md": "03-fsdp-deepspeed",
     "04-ray-in-production/README.md": "04-ray-in-production",
     "05-bug-gallery/README.md": "05-bug-gallery",
+    "06-beyond-data-parallel/README.md": "06-beyond-data-parallel",
     f"{PROGRAM}/README.md": PROGRAM,
     f"{PROGRAM}/deployment/kubernetes/README.md": ".",
 }
@@ -224,7 +225,7 @@ def reached(*_: object, **__: object) -> None:
 # These check more than argparse can: a program goes on until it would touch something.
 GOES_ON = {
     "train_ddp", "train_ray_ddp", "train_ray_ddp_with_ray_data", "train_ray_fsdp2", "train_ray_deepspeed",
-    "local_training", "distributed_training", "tune", "predict",
+    "train_ray_mesh", "local_training", "distributed_training", "tune", "predict",
 }  # fmt: skip
 
 
@@ -241,7 +242,7 @@ def module_of(script: Path) -> object:
     return module
 
 
-def asked(command: Command, script: Path, options: list[str]) -> argparse.Namespace | None:
+def asked(command: Command, script: Path, options: list[str], ranks: int = 0) -> argparse.Namespace | None:
     """What a script makes of its options; None where it has printed its help. It ends before it does anything."""
     seen, parse = [], argparse.ArgumentParser.parse_args
 
@@ -258,6 +259,7 @@ def asked(command: Command, script: Path, options: list[str]) -> argparse.Namesp
             patch.setattr(owner, "open_or_resume", reached)
         patch.setattr(ray_images, "find", reached)
         patch.setattr(cluster, "start", reached)
+        patch.setattr(workers, "num_processes", lambda num_workers: num_workers or ranks or 1)
         if script.parent.name == "training":
             patch.setattr(importlib.import_module("training.data"), "prepare", reached)
             patch.setattr(importlib.import_module("training.utils"), "best_state", reached)
@@ -286,7 +288,7 @@ def check_script(command: Command, script: Path, options: list[str], ranks: int 
     options = ["config" if option == "config-best" and option != options[-1] else option for option in options]
     if "--config-dir" in options and options[-1] == "config-best":  # which the command before it makes
         options[-1] = "config"
-    args = asked(command, script, options)
+    args = asked(command, script, options, ranks)
     if args and ranks and "batch_size" in args:
         try:
             sampling.local_batch_size(args.batch_size, ranks)
@@ -634,6 +636,12 @@ RUN_BY = {
         "tests/all/test_train_ray_failures.py::test_ray_data_on_a_folder_of_pictures"
     ),
     r"python train_ray_fsdp2\.py --num-workers 2": "03-fsdp-deepspeed/03_sharded_checkpoints.ipynb",
+    r"python train_ray_mesh\.py --num-workers 2 --tensor-parallel 2": (
+        "tests/test_train_ray_mesh.py::test_a_killed_worker_of_a_tensor_group_is_replaced"
+    ),
+    r"torchrun .* train_ray_mesh\.py --num-workers 0 .*": (
+        "tests/test_train_ray_mesh.py::test_a_mesh_computes_what_one_process_computes"
+    ),
     r"python train_ray_fsdp2\.py --num-workers 0 .*": (
         "tests/test_train_ray_gpt.py::test_fsdp2_computes_what_one_process_computes"
     ),
@@ -713,7 +721,7 @@ NOT_RUN = {
     r"torchrun .* --nproc-per-node 8 .*": "needs eight GPUs and a download",
     r"python train_ray_ddp\.py --dataset mnist": "needs a download",
     r"python benchmarks/gpu_paths\.py": "needs a GPU; tests/test_results.py holds what it has written",
-    r"python train_ray_fsdp2\.py --num-workers 16 .*": "needs sixteen GPUs",
+    r"python train_ray_(fsdp2|mesh)\.py --num-workers 16 .*": "needs sixteen GPUs",
     r"sudo .*": "changes the machine",
 }
 
@@ -791,6 +799,7 @@ FIRST = {
      {"ds_settings", "measure", "zero"}),
     ("03-fsdp-deepspeed/train_ray_finetune.py", "02-ddp-pytorch-ray/train_ray_ddp.py",
      {"measure", "pairs", "pretrained", "tiny_base"}),
+    ("06-beyond-data-parallel/train_ray_mesh.py", "03-fsdp-deepspeed/train_ray_fsdp2.py", set()),
 ])  # fmt: skip
 def test_what_travels_is_what_the_page_says(script, before, named):
     path = ROOT / script
