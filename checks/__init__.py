@@ -68,4 +68,8 @@ from checks.chapter_4 import (  # noqa: F401
     exercise_4_7a,
 )
 from checks.chapter_5 import exercise_5_1a, exercise_5_1b, exercise_5_2a, exercise_5_2b  # noqa: F401
+from checks.chapter_6 import (  # noqa: F401
+    exercise_6_1a,
+    exercise_6_1b,
+)
 from checks.recordings import recorded  # noqa: F401
