@@ -88,13 +88,13 @@ class SumOverRanks(torch.autograd.Function):
     """Forward: the sum of all ranks' inputs. Backward: the gradient, unchanged. As in lesson 6.1."""
 
     @staticmethod
-    def forward(ctx, part):
+    def forward(ctx: object, part: torch.Tensor) -> torch.Tensor:
         whole = part.clone()
         dist.all_reduce(whole)
         return whole
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
         return gradient
 
 
@@ -102,11 +102,11 @@ class CopyToRanks(torch.autograd.Function):
     """Forward: the input, unchanged. Backward: the sum of all ranks' gradients. As in lesson 6.1."""
 
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
         whole = gradient.clone()
         dist.all_reduce(whole)
         return whole
