@@ -52,13 +52,16 @@ test_6_1a = judge(checks.exercise_6_1a, [embedding()], {
     "even slices": (embedding(("len(slices[0])", "len(slices[-1])")), "with 10 tokens on 3 ranks"),
     "not added": (embedding((ADDED, "part")), "returns a wrong embedding for token"),
     "added backward too": (embedding((ADDED, f"CopyToRanks.apply({ADDED})")), "is 2 times the right one. Every rank"),
-    "summed in both directions": (
-        embedding((ADDED, "torch.distributed.nn.functional.all_reduce(part)")),
-        "is 2 times the right one. Every rank",
-    ),
     "whole table": (embedding(("slices[dist.get_rank()].clone()", "weight.clone()")), "its slice is one nn.Parameter"),
     "rows out of range": (embedding(("rows.where(own, 0)", "rows")), "IndexError"),
 })  # fmt: skip
+
+
+def test_6_1a_refuses_an_all_reduce_that_sums_in_both_directions():
+    """It warns, too, so it is no row of the table."""
+    answer = embedding((ADDED, "torch.distributed.nn.functional.all_reduce(part)"))
+    with pytest.raises(AssertionError, match="is 2 times the right one"):
+        checks.exercise_6_1a(answer, strict=True)
 
 
 # --- 6.1b: the missing sum -------------------------------------------------------------------------------------------
