@@ -349,6 +349,7 @@ def exercise_4_4a(break_even: Callable[[dict, dict, bool, int], float]) -> None:
     outlier = made_up_run(1000, [[30.0, 30.0, 500.0, 30.0, 30.0]] * 2, 500_000)
     slow_in_turn = made_up_run(1000, [[30.0, 12.0, 30.0, 12.0], [12.0, 30.0, 12.0, 30.0]], 500_000)
     no_work, larger = made_up_run(1000, even, 500_000), made_up_run(1000, [[12.0] * 5] * 2, 3_000_000)
+    quicker = made_up_run(1000, [[8.0] * 5] * 2, 3_000_000)
     for what, hooked, gathers, ranks, expected, hint in (
         ("a hook that adds 20 ms and saves 1.5 MB", cheap, False, 2, 600.0,
          "Both times contain a transfer at 1,000 Mbit/s: 16 ms without the hook, 4 ms with it."),
@@ -363,6 +364,7 @@ def exercise_4_4a(break_even: Callable[[dict, dict, bool, int], float]) -> None:
          "With 8 ranks a rank passes on 7 parts of 0.5 MB, and the all-reduce without a hook sends 3.5 MB."),
         ("a hook that adds no time", no_work, False, 2, math.inf, "It saves bytes and takes no time: math.inf."),
         ("a hook that sends more", larger, False, 2, 0.0, "It saves nothing, so it pays at no bandwidth: 0."),
+        ("a quicker hook that sends more", quicker, False, 2, 0.0, "It saves no bytes, so return 0."),
     ):  # fmt: skip
         try:
             seen = break_even(json.loads(json.dumps(plain)), json.loads(json.dumps(hooked)), gathers, ranks)

@@ -321,6 +321,8 @@ test_4_4a = judge(checks.exercise_4_4a, [break_even], [
     (lambda plain, hooked, _, ranks: break_even(plain, hooked, False, ranks), "3 parts with 4 ranks"),
     (lambda *given: break_even(*given) or math.inf, "7 parts of 0.5 MB"),
     (lambda *given: min(break_even(*given), 1e9), "It saves bytes and takes no time"),
+    (lambda plain, hooked, *rest: math.inf if hooked["step_ms"][0][0] < 33 else break_even(plain, hooked, *rest),
+     "It saves no bytes"),
     (lambda *given: 1 / 0, "divides by zero"),
     (lambda *given: None, "a number of Mbit/s"),
 ])  # fmt: skip
