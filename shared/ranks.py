@@ -187,5 +187,6 @@ def first_error(ranks: list[BaseProcess], folder: Path) -> str:
         if (rank.exitcode or 0) < 0 and not causes:
             aborted = ". Gloo aborts a rank that receives more than it expects" * (rank.exitcode == -signal.SIGABRT)
             return f"rank {number} was ended by {signal.Signals(-rank.exitcode).name}{aborted}"
-    _, message, calls, number = (causes or errors)[0]
+    _, message, calls, _ = (causes or errors)[0]
+    number = min(int(rank) for _, said, _, rank in errors if said == message)  # often all ranks fail in the same way
     return f"rank {number}: {message}" + (f"\n  in {own_line(calls)}" if own_line(calls) else "")

@@ -23,7 +23,8 @@ def lesson_6_1() -> dict:
     names |= {"RANKS": 2, "SEED": 7, "CONFIG": SMALL}
     windows = names["datasets"].text(SMALL.context).train
     names["BATCH"] = [part[:2].clone() for part in windows[:2]]
-    for identity in ("sum-over-ranks", "copy-to-ranks", "cut", "sliced-block", "step", "sliced-step", "reference", "compare"):
+    cells = "sum-over-ranks copy-to-ranks cut sliced-block step sliced-step reference compare"
+    for identity in cells.split():
         exec(cell(SLICED, identity), names)
     for identity in ("exercise-a-solution", "exercise-b-solution"):
         exec(cell(CHAPTER / "solutions" / SLICED.name, identity), names)
