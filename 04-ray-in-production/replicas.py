@@ -121,6 +121,11 @@ class Run:
                 self.wait_for("asks")
                 time.sleep(0.25)
 
+    def wait_for_step(self, step: int, name: str) -> None:
+        """Wait until the first process of a replica has noted a step."""
+        while len(read_notes(self.folder / f"{name}0.jsonl")) <= step:
+            time.sleep(0.01)
+
     def wait_for(self, name: str) -> None:
         """Wait for a file in the run's folder."""
         while not (self.folder / name).exists():
