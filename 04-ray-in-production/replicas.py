@@ -221,8 +221,10 @@ def watch_over_replicas(folder: Path) -> None:
     """Be the lighthouse: the process that all replicas tell that they are there."""
     from torchft.coordination import LighthouseServer
 
-    beat_ms = int(1000 * HEARTBEAT_S)
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=50, heartbeat_timeout_ms=beat_ms)
+    lighthouse = LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, quorum_tick_ms=50, heartbeat_timeout_ms=int(1000 * HEARTBEAT_S),
+        join_timeout_ms=60_000,  # without it, a quorum soon leaves out a replica that is alive but late
+    )  # fmt: skip
     (folder / "address.part").write_text(f"http://127.0.0.1:{lighthouse.address().rpartition(':')[2]}")
     (folder / "address.part").rename(folder / "address")
     time.sleep(2 * LIMIT_S)
