@@ -1,4 +1,4 @@
-"""What lesson 4.7 says of torchft beyond its own runs: three replicas, other places of an accident, and the open port."""
+"""What lesson 4.7 says of torchft beyond its own runs: three replicas, other places to die, and the open port."""
 
 import re
 import threading
