@@ -552,10 +552,10 @@ def exercise_4_7a(trial: Callable[[], tuple[list[float], list[dict]]]) -> str:
     """trial() -> (losses of one process, the notes of replicas of which "b" was killed and returned)."""
     losses, lines = trial()
     committed = [line for line in lines if line["committed"]]
+    if early := next((line for line in committed if line["loads"] and line["step"] < line["loads"][-1]), None):
+        told = f"b loaded the state of step {early['loads'][-1]} from its peer, and then took step {early['step']}"
+        raise Wrong(f"{told}. When does a newcomer learn which step it is?")
     for line in committed:
-        if line["loads"] and line["step"] < line["loads"][-1]:
-            told = f"b loaded the state of step {line['loads'][-1]} from its peer, and then took step {line['step']}"
-            raise Wrong(f"{told}. When does a newcomer learn which step it is?")
         step, others = line["step"], [each for each in committed if each["step"] == line["step"]]
         if len({each["bits"] for each in others}) > 1:
             raise Wrong(
