@@ -1,7 +1,7 @@
 """The checks of chapter 4's exercises accept right answers, and reject the stub and plausible mistakes with help."""
 
 import dataclasses
-import importlib
+import importlib.util
 import math
 import os
 import re
@@ -530,6 +530,15 @@ def test_a_loop_that_is_a_stub_is_not_done_yet(tmp_path, capsys):
     (tmp_path / "my_loop.py").write_text(STUB_4_7)
     trial = partial(replicas.Server().run, tmp_path / "run", tmp_path / "my_loop.py", lost="b")
     assert_rejects(checks.exercise_4_7a, trial, "not done yet", capsys)
+
+
+def test_without_torchft_the_lesson_says_what_to_run(monkeypatch):
+    monkeypatch.syspath_prepend(CHAPTER)
+    import replicas
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(replicas.PackageMissing, match="Run `make torchft` in the workshop's folder"):
+        replicas.check()
 
 
 RIGHT_4_7B = {"X": "commit", "Y": "all-reduce", "Z": None}
