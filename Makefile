@@ -2,6 +2,7 @@
 # make smoke   set up .venv and run a lesson of each chapter and the fast tests: does this machine work?
 # make test    set up .venv and run every lesson, every solution and the first tier of tests
 # make test-all    that and the second tier, tests/all: what takes many processes, other hosts, or a long time
+# make torchft    add the package that lesson 4.7 needs, on Linux on x86-64
 # make bench   measure on this machine, into benchmarks/results/
 # make diffs   bring the diffs that the READMEs show up to date
 # make book    run every lesson that has changed and write the workshop as a site to book/_build/html
@@ -50,7 +51,7 @@ PYTEST_ARGS ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 UV := $(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python $(PIP_ARGS)
 
-.PHONY: new-venv lab smoke test test-all bench book book-check diffs lint hooks wheelhouse reset
+.PHONY: new-venv torchft lab smoke test test-all bench book book-check diffs lint hooks wheelhouse reset
 .DELETE_ON_ERROR:
 
 # The stamp is older than requirements.txt when the environment is stale.
@@ -71,6 +72,10 @@ new-venv:
 .venv/installed-dev: .venv/installed requirements-dev.txt
 	$(UV) -r requirements-dev.txt || $(PIP) -r requirements-dev.txt
 	touch $@
+
+torchft: .venv/installed
+	grep '^torchft' requirements-dev.txt > .venv/torchft.txt
+	$(UV) -r .venv/torchft.txt || $(PIP) -r .venv/torchft.txt
 
 .venv/installed-s3: .venv/installed-dev tests/all/s3.txt
 	{ $(BIN)/python -m venv --clear .venv/s3 && $(subst $(BIN)/python,.venv/s3/bin/python,$(UV)) -r tests/all/s3.txt; } || \

@@ -7,12 +7,15 @@ import threading
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import jupyter_client
 import psutil
 import pytest
 from traitlets import default
+
+from shared.doctor import OPTIONAL_LESSONS
 
 STARTED = time.time()
 collect_ignore_glob = ["*/yours-*.ipynb"]  # what `make reset` has put aside
@@ -101,7 +104,11 @@ def is_long(path: Path) -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    """The long files come first, so that none of them is still running alone at the end."""
+    """Long files come first, so that none of them is still running alone at the end. Optional lessons are skipped."""
+    for item in items:
+        package = OPTIONAL_LESSONS.get(item.path.name)
+        if package and find_spec(package) is None:
+            item.add_marker(pytest.mark.skip(reason=f"{item.path.name} needs the optional package {package}"))
     items.sort(key=lambda item: (not is_long(item.path), item.path.suffix != ".ipynb"))
 
 

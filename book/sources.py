@@ -8,6 +8,7 @@ folded away. Made for the book are the pages of source files and folders, the gl
 
 import ast
 import hashlib
+import importlib.util
 import os
 import re
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellControlSignal, DeadKernelError
+
+from shared.doctor import OPTIONAL_LESSONS
 
 BOOK = Path(__file__).parent
 ROOT = BOOK.parent
@@ -115,7 +118,8 @@ def contents(name: str) -> str:
 def lesson(path: Path, name: Path, outputs: Path | None) -> nbformat.NotebookNode:
     """A lesson or a solution for the book."""
     notebook = nbformat.read(ROOT / name, as_version=4)
-    if outputs:
+    package = OPTIONAL_LESSONS.get(name.name)
+    if outputs and (package is None or importlib.util.find_spec(package)):
         notebook = run(notebook, name, outputs)
     notebook.metadata.language_info = {"name": "python", "pygments_lexer": "ipython3"}
     for cell in notebook.cells:

@@ -66,6 +66,8 @@ from checks.chapter_4 import (  # noqa: F401
     exercise_4_6a,
     exercise_4_6b,
     exercise_4_7a,
+    exercise_4_7b,
+    exercise_4_8a,
 )
 from checks.chapter_5 import exercise_5_1a, exercise_5_1b, exercise_5_2a, exercise_5_2b  # noqa: F401
 from checks.chapter_6 import (  # noqa: F401

@@ -544,14 +544,71 @@ def exercise_4_6b(diagnose: Callable[[], dict[str, int | None]]) -> None:
             raise Wrong(f"for job {job} it is not {seen[job]}. {question}?")
 
 
-# --- Lesson 4.7: write a hook ----------------------------------------------------------------------------------------
+# --- Lesson 4.7: lose a replica --------------------------------------------------------------------------------------
+
+
+@exercise("4.7a", "each step counts once, and the result is that of one process.")
+def exercise_4_7a(trial: Callable[[], tuple[list[float], list[dict]]]) -> str:
+    """trial() -> (losses of one process, the notes of replicas of which "b" was killed and returned)."""
+    losses, lines = trial()
+    committed = [line for line in lines if line["committed"]]
+    if early := next((line for line in committed if line["loads"] and line["step"] < line["loads"][-1]), None):
+        told = f"b loaded the state of step {early['loads'][-1]} from its peer, and then took step {early['step']}"
+        raise Wrong(f"{told}. When does a newcomer learn which step it is?")
+    for line in committed:
+        step, others = line["step"], [each for each in committed if each["step"] == line["step"]]
+        if len({each["bits"] for each in others}) > 1:
+            raise Wrong(
+                f"after step {step} the replicas have different weights. Does a replica that has not committed a step "
+                "still change its weights? Do all replicas average, and all take their optimizer's step?"
+            )
+        apart = abs(line["loss"] - losses[step])
+        if not apart < 1e-12:
+            dealt = [sample for each in others for sample in each["samples"]]
+            given_up = [line for line in lines if line["step"] == step and not line["committed"]]
+            newcomer = next((each for each in lines if each["loads"] and each["step"] <= step), None)
+            told = f"in step {step}, with {line['participants']} of 2 replicas, the loss is {apart:.1e} off"
+            if len(set(dealt)) < len(dealt):
+                raise Wrong(f"{told}, and two replicas learn from the same samples. Who deals, and by which rank?")
+            if len(dealt) < sum(len(each["samples"]) for each in committed if each["step"] == 0):
+                raise Wrong(f"{told}: {len(dealt)} samples count. Who takes the share of a replica that is not there?")
+            if given_up and set(given_up[0]["samples"]) <= set(dealt):
+                raise Wrong(f"{told}, with the right batch. What did the attempt that was not committed change?")
+            if newcomer:
+                question = "Which batch does a newcomer take its share of? Who knows which step it is?"
+            else:
+                question = "Which batch should it take after an attempt that was not committed?"
+            raise Wrong(f"{told}. {question}")
+    survivor = [line["step"] for line in committed if line["replica"] == "a"]
+    if survivor != list(range(len(losses))):
+        raise Wrong(f"replica a committed the steps {survivor}, instead of each of {len(losses)} once")
+    joined = next(line["step"] for line in lines if line["loads"])
+    return f"b returned in step {joined}."
+
+
+@exercise("4.7b", "one note decides each, and without the notes of b nobody can tell.")
+def exercise_4_7b(diagnose: Callable[[], dict[str, str | None]]) -> None:
+    """diagnose() -> where replica b died in each of the recorded jobs "X", "Y" and "Z", or None."""
+    seen = diagnose()
+    expect_answers(seen, "XYZ", ["quorum", "all-reduce", "commit", None])
+    questions = {  # look here only after you have tried
+        "X": ("commit", "a committed a step with two replicas that b did not note: what had both done by then"),
+        "Y": ("all-reduce", "a tried a step twice: with how many replicas did it fail, and what fails then"),
+        "Z": (None, "Is there a second place that leaves the same notes of a"),
+    }
+    for job, (place, question) in questions.items():
+        if seen[job] != place:
+            raise Wrong(f"for job {job} it is not {seen[job]!r}. {question}?")
+
+
+# --- Lesson 4.8: write a hook ----------------------------------------------------------------------------------------
 
 MOST_SENT, MOST_LOSS = 0.05, 0.25  # a part of DDP's bytes; above DDP's loss
 ARRIVES = 0.5, 1.05  # of a gradient that stays the same
 
 
-@exercise("4.7a", "both ranks agree, the bytes are few, what is left out comes later, and it trains as well.")
-def exercise_4_7a(script: str | Path) -> str:
+@exercise("4.8a", "both ranks agree, the bytes are few, what is left out comes later, and it trains as well.")
+def exercise_4_8a(script: str | Path) -> str:
     """A file with make_state() and hook(state, bucket), a communication hook that sends little and trains as well."""
     refuse_stub(script)
     question = "Does every rank call the same collectives, with tensors of the same length, in each step?"

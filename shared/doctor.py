@@ -31,6 +31,7 @@ FIND_OURS = """
 from importlib.util import find_spec
 print(*(spec and spec.origin for spec in map(find_spec, ("shared", "checks"))), sep="\\n")
 """
+OPTIONAL_LESSONS = {"07_lose_a_replica.ipynb": "torchft"}  # and the package that not everybody installs
 INLINE = "module://matplotlib_inline.backend_inline"
 
 

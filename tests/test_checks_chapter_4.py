@@ -1,7 +1,7 @@
 """The checks of chapter 4's exercises accept right answers, and reject the stub and plausible mistakes with help."""
 
 import dataclasses
-import importlib
+import importlib.util
 import math
 import os
 import re
@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from answers import OnRanks, assert_rejects, judge, stub, written
 from ray import tune
 
@@ -457,9 +458,102 @@ test_4_6b = judge(checks.exercise_4_6b, [RIGHT_4_6B], {
 }, prepare="returned")  # fmt: skip
 
 
-# --- 4.7: write a hook ------------------------------------------------------------------------------------------------
+# --- 4.7: lose a replica ----------------------------------------------------------------------------------------------
 
-SOLUTION_4_7 = written(Path(__file__).parents[1] / "04-ray-in-production/solutions/07_write_a_hook.ipynb", "write-hook")
+CHAPTER = Path(__file__).parents[1] / "04-ray-in-production"
+SOLUTION_4_7 = written(CHAPTER / "solutions/07_lose_a_replica.ipynb", "my-loop")
+STUB_4_7 = written(CHAPTER / "07_lose_a_replica.ipynb", "my-loop")
+AS_PLANTED = "".join(line for line in STUB_4_7.splitlines(True) if "raise NotImplementedError" not in line)
+FAULTS_4_7 = {  # by name: the loop, and what the check says
+    "as planted": (AS_PLANTED, "after an attempt that was not committed?"),
+    "counts what it commits": (
+        AS_PLANTED.replace("        step += 1", "        step += committed"), "Who knows which step it is"),
+    "asks too early": (
+        SOLUTION_4_7.replace("        step, rank, n = manager.current_step(), ", "        rank, n = ").replace(
+            "        optimizer.zero_grad()", "        step = manager.current_step()\n        optimizer.zero_grad()"),
+        re.compile("loaded the state of step .* and then took step 0. When does a newcomer learn")),
+    "steps all the same": (
+        SOLUTION_4_7.replace("            optimizer.step()", "            pass\n        optimizer.step()"),
+        "What did the attempt that was not committed change"),
+    "halves": (SOLUTION_4_7.replace("[rank::n]", "[run.index::2]"), "Who takes the share of a replica"),
+    "an error": (SOLUTION_4_7.replace("step, committed, model, n", "step, committed"), "RuntimeError: the run hangs"),
+}  # fmt: skip
+assert len({SOLUTION_4_7, *(loop for loop, _ in FAULTS_4_7.values())}) == 1 + len(FAULTS_4_7)
+
+
+@pytest.fixture(scope="module")
+def loops_tried(tmp_path_factory):
+    """What happens with each loop when a replica is killed and returns: (losses of one process, notes) or an error."""
+    pytest.importorskip("torchft")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HEARTBEAT_S", "2")
+        patch.syspath_prepend(CHAPTER)
+        import replicas
+    model, optimizer = replicas.build()
+    losses = []
+    for step in range(replicas.STEPS):
+        images, labels = replicas.samples(replicas.global_batch(step))
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    server, tried = replicas.Server(), {}
+    for loop in (SOLUTION_4_7, *(loop for loop, _ in FAULTS_4_7.values())):
+        folder = tmp_path_factory.mktemp("loop")
+        (folder / "my_loop.py").write_text(loop)
+        try:
+            lines = server.run(folder / "run", folder / "my_loop.py", lost="b", place="all-reduce")
+            tried[loop] = partial(lambda *trial: trial, losses, lines)
+        except RuntimeError as error:
+            tried[loop] = partial(raises, error)
+    server.close()
+    return tried
+
+
+def raises(error):
+    raise error
+
+
+@pytest.fixture
+def loop_tried_before(loops_tried):
+    return loops_tried.__getitem__
+
+
+test_4_7a = judge(checks.exercise_4_7a, [SOLUTION_4_7], FAULTS_4_7, prepare="loop_tried_before")
+
+
+def test_a_loop_that_is_a_stub_is_not_done_yet(tmp_path, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(CHAPTER)
+        import replicas
+    (tmp_path / "my_loop.py").write_text(STUB_4_7)
+    trial = partial(replicas.Server().run, tmp_path / "run", tmp_path / "my_loop.py", lost="b")
+    assert_rejects(checks.exercise_4_7a, trial, "not done yet", capsys)
+
+
+def test_without_torchft_the_lesson_says_what_to_run(monkeypatch):
+    monkeypatch.syspath_prepend(CHAPTER)
+    import replicas
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(replicas.PackageMissing, match="Run `make torchft` in the workshop's folder"):
+        replicas.check()
+
+
+RIGHT_4_7B = {"X": "commit", "Y": "all-reduce", "Z": None}
+test_4_7b = judge(checks.exercise_4_7b, [RIGHT_4_7B], {
+    "stub": (stub, "not done yet"),
+    "the note is missing": (RIGHT_4_7B | {"X": "all-reduce"}, "a committed a step with two replicas"),
+    "it came no more": (RIGHT_4_7B | {"Y": "quorum"}, "a tried a step twice"),
+    "as in X": (RIGHT_4_7B | {"Z": "commit"}, "Is there a second place"),
+    "a word": (RIGHT_4_7B | {"Z": "nobody"}, "which is not one of"),
+}, prepare="returned")  # fmt: skip
+
+
+# --- 4.8: write a hook ------------------------------------------------------------------------------------------------
+
+SOLUTION_4_8 = written(Path(__file__).parents[1] / "04-ray-in-production/solutions/08_write_a_hook.ipynb", "write-hook")
 SIGNS = """
 import torch
 import torch.distributed as dist
@@ -489,7 +583,7 @@ def hook(memory, bucket):
     future.set_result(bucket.buffer())
     return future
 """
-FAULTS_4_7 = {  # by name: what to replace, by what, and what the check says
+FAULTS_4_8 = {  # by name: what to replace, by what, and what the check says
     "forgets": (" + memory.get(parameter, 0)", "", "What becomes of what a rank does not send"),
     "cannot find it": ("memory.get(parameter, 0)", "memory.get(bucket.index(), 0)", "find it again"),
     "the sum": (" / dist.get_world_size())", ")", "do you return the mean over the ranks"),
@@ -499,14 +593,14 @@ FAULTS_4_7 = {  # by name: what to replace, by what, and what the check says
     "own lengths": ("len(wanted) // 100)", "len(wanted) // (100 + dist.get_rank()))",
                     "same length|failed|do not match"),
 }  # fmt: skip
-assert all(SOLUTION_4_7.count(old) == 1 for old, _, _ in FAULTS_4_7.values())
-test_4_7a = ON_RANKS.judge(
-    checks.exercise_4_7a, 2, "hook_on_trial", "", {"largest": SOLUTION_4_7, "signs": SIGNS},
-    {name: (SOLUTION_4_7.replace(old, new), because) for name, (old, new, because) in FAULTS_4_7.items()},
+assert all(SOLUTION_4_8.count(old) == 1 for old, _, _ in FAULTS_4_8.values())
+test_4_8a = ON_RANKS.judge(
+    checks.exercise_4_8a, 2, "hook_on_trial", "", {"largest": SOLUTION_4_8, "signs": SIGNS},
+    {name: (SOLUTION_4_8.replace(old, new), because) for name, (old, new, because) in FAULTS_4_8.items()},
 )  # fmt: skip
 
 
 def test_a_hook_that_is_a_stub_is_not_done_yet(tmp_path, capsys):
-    lesson = Path(__file__).parents[1] / "04-ray-in-production/07_write_a_hook.ipynb"
+    lesson = Path(__file__).parents[1] / "04-ray-in-production/08_write_a_hook.ipynb"
     (tmp_path / "my_hook.py").write_text(written(lesson, "write-hook"))
-    assert_rejects(checks.exercise_4_7a, tmp_path / "my_hook.py", "not done yet", capsys)
+    assert_rejects(checks.exercise_4_8a, tmp_path / "my_hook.py", "not done yet", capsys)

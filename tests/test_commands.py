@@ -713,6 +713,7 @@ NOT_RUN = {
     r"make book|make book-check": "half an hour; tests/test_book.py makes the book without running the lessons",
     r"make lint|make hooks": "for those who commit, not for learners",
     r"make wheelhouse": "needs a network, and 3 GB",
+    r"make torchft": "needs a network; `make test` installs the same line of requirements-dev.txt",
     r"(uv )?pip install -?-.*|uv venv .*": "needs a network; `make lab` and `make test` install the same files by it",
     r"pip install|ray (up|down|start|stop|symmetric-run)": "the mention of a command",
     r"ray (timeline|logs|list actors|job (list|submit))": "the mention of a command",

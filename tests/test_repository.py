@@ -203,8 +203,9 @@ def test_a_wheel_holds_all_of_shared_and_checks(tmp_path):
 
 @pytest.mark.parametrize("folder", [".", PROGRAM])
 def test_no_package_index_is_asked_for_a_name_of_the_workshop(folder):
-    """Anyone could register such a name. Both ask for packages that requirements.txt pins, and for no others."""
-    lines = [line.partition("#")[0] for line in (ROOT / "requirements.txt").read_text().splitlines()]
+    """Anyone could register such a name. Both ask for packages that a file of requirements pins, and for no others."""
+    files = [ROOT / "requirements.txt", ROOT / "requirements-dev.txt"]
+    lines = [line.partition("#")[0] for path in files for line in path.read_text().splitlines()]
     pinned = packages(line for line in lines if "==" in line)
     extras = project(folder).get("optional-dependencies", {}).values()
     asked_for = packages([*project(folder)["dependencies"], *chain(*extras)])
@@ -216,10 +217,20 @@ def test_the_workshop_asks_for_what_shared_and_the_training_scripts_import():
     """Ray and DeepSpeed are extras: no module of `shared` outside of `on_ray` imports them."""
     needed, extras = packages(project(".")["dependencies"]), project(".")["optional-dependencies"]
     scripts = [path for chapter in ("01", "02", "03") for path in ROOT.glob(f"{chapter}-*/*.py")]
+    scripts.append(ROOT / "04-ray-in-production/replicas.py")
     assert needed | packages(chain(*extras.values())) == set().union(*map(imported, [*SHARED, *CHECKS, *scripts]))
     assert packages(extras["deepspeed"]) == {"deepspeed", "hjson", "pydantic"}
+    assert packages(extras["torchft"]) == {"torchft"}
     for path in SHARED:
         assert path.parent.name == "on_ray" or imported(path) <= needed, path
+
+
+def test_learners_do_not_install_the_optional_package():
+    """It is pinned once, for the platforms that have it; `make torchft` installs that line."""
+    learners, developers = ((ROOT / f"requirements{dev}.txt").read_text() for dev in ("", "-dev"))
+    (line,) = re.findall(r"^torchft==.*", developers, re.MULTILINE)
+    assert "torchft" not in learners and "platform_machine" in line
+    assert "grep '^torchft' requirements-dev.txt" in (ROOT / "Makefile").read_text()
 
 
 def test_no_worker_needs_the_checks():

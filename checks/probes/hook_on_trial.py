@@ -1,4 +1,4 @@
-"""Train with DDP's own all-reduce and with the learner's communication hook, for exercise 4.7a.
+"""Train with DDP's own all-reduce and with the learner's communication hook, for exercise 4.8a.
 
 torchrun --nproc-per-node 2 hook_on_trial.py FOLDER FILE
 
