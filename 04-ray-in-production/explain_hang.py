@@ -4,9 +4,10 @@ python explain_hang.py FILES ...    # logs, stacks, dumps, torchrun's error file
 python explain_hang.py FILES ... --json    # ends with 0 if it names a rank, 1 if it cannot tell, 2 on bad input
 
 Needs Python 3.10 or later and no packages, and runs nothing that is in a dump. Stacks may be of several moments, dumps
-of the flight recorder only of one. NCCL's watchdog lines (torch 2.1 to 2.15), its desync report, its RAS and its dumps
-are known to it from public excerpts and torch's source only. gloo's dumps and errors, the reports of
-TORCH_DISTRIBUTED_DEBUG=DETAIL and py-spy's stacks were tried on ranks that hung.
+of the flight recorder only of one. NCCL's watchdog lines (torch 2.1 to 2.15; the default backend of 2.15 names no
+operation), its desync report, its RAS and its dumps are known to it from public excerpts and torch's source only.
+gloo's dumps and errors, the reports of TORCH_DISTRIBUTED_DEBUG=DETAIL and py-spy's stacks were tried on ranks that
+hung.
 "Cannot tell" is an answer: a watchdog's line comes from a rank that waits, not from the one it waits for.
 """
 
@@ -26,12 +27,15 @@ LIBRARY = re.compile(r"(^|/)((torch|re|multiprocessing|site-packages)/|(threadin
 TRANSPORT = re.compile("gloo|nccl|c10d|collective|connection|timed? ?out|watchdog|sigterm|childfailed|barrier", re.I)
 
 STACKS = "stacks of all ranks: py-spy dump --pid PID"
-DUMPS = "dumps of all ranks: NCCL writes them on a timeout, and on gloo a thread has to call _dump_fr_trace"
+DUMPS = "dumps of all ranks: with NCCL a timeout writes the rank's own, with gloo a thread has to call _dump_fr_trace"
 AGAIN = "the same a minute later: if a stack or a call's number has moved, the job is slow and does not hang"
 RERUN = "nothing more of this run: compare the code of the calls, or run again with TORCH_DISTRIBUTED_DEBUG=DETAIL"
 ODD = "the rank left a call out (among equal calls, perhaps an earlier one), or made one too many"
 BEHIND = "the rank that is behind left a call out or is late, or the waiting ranks made one too many"
-NO_DUMP = "the process has ended, is stopped or holds Python's global lock, or its file was not collected"
+NO_DUMP = (
+    "the process has ended, is stopped, holds Python's global lock (gloo) or is in no collective (NCCL of torch 2.15), "
+    "or its file was not collected"
+)
 BROKEN = {"calls": {}, "waits": None, "ranks": set(), "broken": True}  # its rank could still write a dump
 
 
@@ -268,7 +272,7 @@ def ranks_behind(dumps, stacks, lines):
         most, odd = majority(kinds)
         return odd, most, f"waiting for each other: {by_kind(kinds)}"
     if dumps:
-        reason = f"nobody whose dump is here is behind in {by_kind(kinds)}" if kinds else "no recorded call waits"
+        reason = f"no rank with a dump is behind; waiting: {by_kind(kinds)}" if kinds else "no recorded call waits"
         return [], None, f"{reason} (dumps of {names(dumps)}; sends and receives are not followed)"
 
 
@@ -300,6 +304,8 @@ def in_logs(dumps, stacks, lines):
     for rank, line in lines:
         if found := re.search(r"WorkNCCL\(\s*SeqNum=(\d+),\s*OpType=(\w+)[,)]", line):
             waits[rank].add(f"{found[2]}, call {found[1]}")
+        elif "operation timeout: NCCL operation timed out" in line:  # the default backend of torch 2.15
+            waits[rank].add("a call that the line does not name")
         state = r"PG ID 0 .*last enqueued (?:NCCL )?work: (\d+),.*last completed (?:NCCL )?work: (\d+)"
         if found := re.search(state, line, re.IGNORECASE):  # of the default group
             counts.setdefault(rank, (int(found[1]), int(found[2])))
@@ -314,7 +320,7 @@ def in_logs(dumps, stacks, lines):
     kinds = {rank: " and ".join(sorted(calls)) for rank, calls in waits.items()}
     errors = {rank: error for rank, error in errors.items() if rank not in victims}  # it went on, and waited
     if errors and None not in errors and victims:
-        return set(errors), None, f"{by_kind(errors)}. The others lost their partner"
+        return set(errors), None, f"{by_kind(errors)}. The others lost the connection"
     most = max((counts[rank][0] for rank in failed), default=0)
     behind = {rank for rank, (enqueued, over) in counts.items() if rank not in failed and enqueued == over < most}
     if kinds and 0 < len(behind) <= len(failed):
@@ -324,16 +330,16 @@ def in_logs(dumps, stacks, lines):
     if kinds:
         operation = by_kind(kinds) if len(set(kinds.values())) > 1 else None  # the numbers count per group
         because = f"{by_kind(kinds)}. A log does not say whom a rank waits for{hint}"
-        return [], operation, f"{because} (this tool knows NCCL's lines from public excerpts only)"
-    waited = f"all errors come from ranks that were waiting or had lost a partner{hint}"
+        return [], operation, f"{because} (this tool never saw NCCL's lines in a run)"
+    waited = f"all errors come from ranks that were waiting or had lost a connection{hint}"
     return [], None, waited if victims else "no line that this tool knows"
 
 
 RULES = {  # the most reliable one first: how sure it is, what its verdict may mean, what to collect next
     explicit_reports: ("likely", ODD, [STACKS]),
-    missing_dump: ("likely", NO_DUMP, [STACKS]),
-    first_difference: ("likely", ODD, [STACKS]),
-    ranks_behind: ("likely", BEHIND, [STACKS, AGAIN]),
+    missing_dump: ("likely", NO_DUMP, [DUMPS, STACKS]),
+    first_difference: ("likely", ODD, [DUMPS, STACKS]),
+    ranks_behind: ("likely", BEHIND, [DUMPS, STACKS, AGAIN]),
     in_stacks: ("possible", f"{BEHIND}, or a rank does not belong to the group that waits", [DUMPS, AGAIN]),
     in_logs: ("possible", "the rank failed, or is late", [DUMPS, STACKS]),
 }
@@ -354,9 +360,11 @@ def explain(paths):
     whole = {rank for rank, dump in dumps.items() if "broken" not in dump}
     twice = any(len(snapshots) > 1 for snapshots in stacks.values())
     done = {STACKS: everyone <= set(stacks), DUMPS: everyone <= whole, AGAIN: twice}
+    missing = f"dumps of {names(everyone - whole)}, if there are any"
+    collect = [missing if each is DUMPS and whole else each for each in collect if not done[each]]
     answer = {"ranks": sorted(ranks), "operation": operation, "certainty": certainty, "because": because}
     answer |= {"but": "; ".join(but) or None, "readings": readings if ranks or operation else None}
-    answer |= {"collect": "; ".join(each for each in collect if not done[each]) or RERUN, "rule": rule.__name__}
+    answer |= {"collect": "; ".join(collect) or RERUN, "rule": rule.__name__}
     return answer | {"read": {"dumps": sorted(dumps), "stacks": sorted(stacks), "lines": len(lines)}}
 
 

@@ -263,11 +263,16 @@ def test_a_watchdogs_line_comes_from_a_victim(version, explain):
     assert "rank 1: _ALLGATHER_BASE, call 12" in answer["operation"]
 
 
-def test_the_watchdog_of_the_backend_nccl2_names_no_operation(explain):
-    """Torch 2.15 has this backend, too. We know its line from the library alone."""
-    line = "[rank{}]:[E123 01:02:03.4] Watchdog caught collective operation timeout: NCCL operation timed out\n"
-    answer = explain({"train.log": line.format(0) + line.format(1) + "[rank2]: step 7\n"})
-    assert says(answer) == ([], "cannot tell", "in_logs") and "rank 2 reports nothing" in answer["because"]
+def test_the_watchdog_of_torch_2_15_comes_from_a_victim_and_names_no_operation(explain):
+    """This backend, nccl2, is the default of torch 2.15. We know its lines from the library alone."""
+    start = "[rank{}]:[E123 01:02:03.456 "
+    line = f"{start}WorkNCCL.cpp:99] Watchdog caught collective operation timeout: NCCL operation timed out\n"
+    reason = "timeout - timeout watchdog detected operation timeout"
+    line += f"{start}ProcessGroupNCCL.cpp:9] Aborting process on rank {{}} due to {reason}\n"
+    answer = explain({"train.log": "".join(line.format(*[rank] * 3) for rank in (0, 1)) + "[rank2]: step 7\n"})
+    assert says(answer) == ([], "cannot tell", "in_logs") and answer["operation"] is None
+    assert answer["because"].startswith("ranks 0, 1: a call that the line does not name. A log does not say whom")
+    assert "rank 2 reports nothing" in answer["because"] and "dumps of all ranks" in answer["collect"]
 
 
 @pytest.mark.parametrize("version", ["2.5", "2.6"])
@@ -629,6 +634,11 @@ def test_what_has_been_read_is_not_to_be_collected(explain):
     part = explain(tie | {"stack_1.txt": IN_REDUCE, "stack_2.txt": IN_BARRIER})
     assert part["collect"].startswith("stacks of all ranks")
     assert "dumps of all ranks" in explain(stacks(IN_REDUCE, IN_REDUCE, LOADS))["collect"]
+    half = explain({f"rank_{rank}": dump(WAITS) for rank in (0, 1)})  # ranks 2 and 3 may be to blame
+    assert says(half) == ([], "cannot tell", "ranks_behind")
+    assert half["because"].startswith("no rank with a dump is behind; waiting: ranks 0, 1: all_reduce")
+    assert half["collect"].startswith("dumps of ranks 2, 3, if there are any; stacks of all ranks")
+    assert explain(HANGS["a dump is missing"][0])["collect"].startswith("dumps of rank 1, if there are any; stacks")
 
 
 def test_one_bad_file_does_not_lose_the_verdict(explain, capsys):
