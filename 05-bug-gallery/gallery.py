@@ -116,7 +116,7 @@ def exhibit_03_before(worker, folder):
     loaded.load_state_dict(torch.load(path), strict=False)
     for each in (model, loaded):
         each.eval()
-    return {"trained": accuracy(model.module, val_images()), "loaded": accuracy(loaded, val_images())}
+    return {"trained": accuracy(model, val_images()), "loaded": accuracy(loaded, val_images())}
 
 
 def exhibit_03_fixed(worker, folder):
@@ -129,7 +129,7 @@ def exhibit_03_fixed(worker, folder):
     loaded.load_state_dict(torch.load(path))
     for each in (model, loaded):
         each.eval()
-    return {"trained": accuracy(model.module, val_images()), "loaded": accuracy(loaded, val_images())}
+    return {"trained": accuracy(model, val_images()), "loaded": accuracy(loaded, val_images())}
 
 
 # --- 4 ---------------------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def exhibit_06_fixed(worker, folder, weight_decay=0.0):
 
 
 def ids_seen(worker):
-    """Return the ids of the samples that this rank has read. Rank 1 has the larger share of the data."""
+    """Return the ids of the samples that this rank has read."""
     return torch.arange(worker.rank, 100_000 + 18_000 * worker.rank, 2)
 
 
@@ -353,8 +353,8 @@ def exhibit_10_variant(worker, folder):
 
 
 def own_labels(worker):
-    """Return the labels of this rank's images. Rank 0 has 1 image of each class, rank 1 has 10, and rank 2 has 100."""
-    return torch.arange(5 if worker.rank == 1 else 4).repeat_interleave(10**worker.rank)
+    """Return the labels of this rank's images. Rank 0 has 1 image per class, rank 1 has 10, and rank 2 has 100."""
+    return torch.arange(4 + worker.rank % 2).repeat_interleave(10**worker.rank)
 
 
 def exhibit_11_before(worker, folder):
