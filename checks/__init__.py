@@ -73,5 +73,7 @@ from checks.chapter_5 import exercise_5_1a, exercise_5_1b, exercise_5_2a, exerci
 from checks.chapter_6 import (  # noqa: F401
     exercise_6_1a,
     exercise_6_1b,
+    exercise_6_2a,
+    exercise_6_2b,
 )
 from checks.recordings import recorded  # noqa: F401

@@ -148,3 +148,136 @@ def exercise_6_1b(answer: tuple[Callable, Callable]) -> None:
                 expected, "Which gradients are right? They are computed before the backward pass gets there."
             )
             raise Wrong(f"the answer was {expected!r}, and you say {said!r}. {hint}")
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def gathered(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the gradients of a module's parameters by name, each of them whole. Collective."""
+    return {
+        name: parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad
+        for name, parameter in module.named_parameters()
+    }
+
+
+def try_plan(module: torch.nn.Module, plan: Callable, x: torch.Tensor, upstream: torch.Tensor) -> dict:
+    """Report this rank's tokens of the result, the gradients, and the collectives that a plan needs."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = parallelize_module(module, mesh, plan())
+    calls: list[str] = []
+    mesh.get_group().register_pre_hook(1, lambda call: calls.append(call.name.name))
+    own, own_upstream = (part.chunk(dist.get_world_size(), 1)[dist.get_rank()].clone() for part in (x, upstream))
+    own.requires_grad_()
+    found = module(own)
+    forward = len(calls)
+    report = {"type": type(found).__name__, "found": local(found.detach())}
+    if report["found"].shape == own_upstream.shape:
+        (local(found) * own_upstream).sum().backward()
+        report |= {"forward": calls[:forward], "backward": calls[forward:], "gradients": gathered(module)}
+        report["gradients"]["x"] = own.grad
+    return report
+
+
+@exercise("6.2a", "the plan computes what one process computes, with two collectives forward and two backward.")
+def exercise_6_2a(answer: tuple[Callable, type]) -> None:
+    """A function plan() -> dict for parallelize_module, and the module that it is for."""
+    plan, layer = answer
+    if not isinstance(plan(), dict):
+        raise Wrong("plan() returns no dict {name of a module: style}")
+    torch.manual_seed(7)
+    module = layer(8, 12).double()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.normal_()
+    x, upstream = torch.randn(2, 2, 6, 8, dtype=torch.float64).unbind()
+    whole = x.clone().requires_grad_()
+    expected = module(whole)
+    (expected * upstream).sum().backward()
+    gradients = gathered(module)
+    module.zero_grad()
+    reports = on_ranks(try_plan, 2, module, plan, x, upstream)
+    for rank, report in enumerate(reports):
+        tokens = expected.chunk(2, 1)[rank]
+        if report["found"].shape != tokens.shape:
+            raise Wrong(f"rank {rank} returns the shape {tuple(report['found'].shape)}; its tokens are {tuple(tokens.shape)}")
+        if report["type"] == "DTensor":
+            raise Wrong("the result is a DTensor; an ordinary tensor with the rank's tokens was asked for")
+        if not torch.allclose(report["found"], tokens, atol=1e-9):
+            raise Wrong(f"rank {rank} returns wrong numbers for its tokens. Which rows and columns belong together?")
+        if not torch.allclose(report["gradients"]["x"], whole.grad.chunk(2, 1)[rank], atol=1e-9):
+            raise Wrong(f"the result is right, and the gradient of x on rank {rank} is wrong")
+        for name, gradient in gradients.items():
+            if not torch.allclose(report["gradients"][name], gradient, atol=1e-9):
+                if "norm" in name:
+                    hint = "It comes from this rank's tokens only. Which style says that a norm has a part of the tokens?"
+                else:
+                    hint = "Is this layer cut at all? The plan must name every linear layer."
+                raise Wrong(f"the results are right, and the gradient of {name} on rank {rank} is wrong. {hint}")
+    forward, backward = reports[0]["forward"], reports[0]["backward"]
+    if len(forward) + len(backward) > 4:
+        counted = f"{len(forward)} collectives forward and {len(backward)} backward"
+        hint = "Which tensor is gathered more than once, and which gradient is added up more than once?"
+        if "ALLREDUCE" in backward:
+            hint = "The backward pass has all-reduces, where a rank needs only its tokens. Who says that x is cut, and twice?"
+        raise Wrong(f"all numbers are right, with {counted}. 4 in all are enough. {hint}")
+
+
+def try_mlp(module: torch.nn.Module, x: torch.Tensor, upstream: torch.Tensor) -> tuple:
+    """Report the result of an MLP that is cut by columns, then rows, and its gradients."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = parallelize_module(module, mesh, {"gate_up": ColwiseParallel(), "down": RowwiseParallel()})
+    found = local(module(x))
+    if found.shape == upstream.shape:
+        (found * upstream).sum().backward()
+        return found.detach(), gathered(module)
+    return found.detach(), {}
+
+
+@exercise("6.2b", "the repaired layer is right on 1, 2 and 3 ranks.")
+def exercise_6_2b(answer: type) -> None:
+    """A module RepairedMLP(dim, hidden) with gate_up and down: rows(weight) -> weight, forward(x)."""
+    torch.manual_seed(7)
+    dim, hidden = 4, 6
+    old = torch.randn(2 * hidden, dim, dtype=torch.float64)
+    x, upstream = torch.randn(2, 2, 3, dim, dtype=torch.float64).unbind()
+    module = answer(dim, hidden).double()
+    rows = answer.rows(old.clone())
+    if not torch.is_tensor(rows) or rows.shape != old.shape:
+        raise Wrong(f"rows(weight) returns {tuple(getattr(rows, 'shape', ()))}; the new weight is {tuple(old.shape)}, too")
+    order = [next((i for i, row in enumerate(old) if torch.equal(row, each)), None) for each in rows]
+    if sorted(order, key=str) != sorted(range(2 * hidden), key=str):
+        raise Wrong("rows(weight) must return each row of the old weight once, in some order")
+    with torch.no_grad():
+        module.gate_up.weight.copy_(rows)
+    down = module.down.weight.detach()
+    gate, up = old.clone().requires_grad_(), down.clone().requires_grad_()
+    parts = (x @ gate.T).chunk(2, dim=-1)
+    expected = (F.silu(parts[0]) * parts[1]) @ up.T
+    (expected * upstream).sum().backward()
+    for num_ranks in (1, 2, 3):
+        where = "in one process" if num_ranks == 1 else f"on {num_ranks} ranks"
+        if num_ranks == 1:
+            reports = [(module(x).detach(), {})]
+        else:
+            reports = on_ranks(try_mlp, num_ranks, module, x, upstream)
+        for rank, (found, gradients) in enumerate(reports):
+            if found.shape != expected.shape:
+                raise Wrong(f"{where}, rank {rank} returns the shape {tuple(found.shape)}, not {tuple(expected.shape)}")
+            if not torch.allclose(found, expected, atol=1e-9):
+                hint = "Do rows() and forward() agree on the order?"
+                if num_ranks > 1:
+                    slices = [", ".join(f"{'gate' if i < hidden else 'up'} {i % hidden}" for i in part)
+                        for part in torch.tensor(order).chunk(num_ranks)]  # fmt: skip
+                    hint = f"It is right on fewer. The slice of rank 0 holds {slices[0]}."
+                raise Wrong(f"{where}, the result of rank {rank} is wrong. {hint}")
+            if gradients and not torch.allclose(gradients["gate_up.weight"], gate.grad[order], atol=1e-9):
+                raise Wrong(f"{where}, the result is right, and the gradient of gate_up is wrong")
