@@ -205,7 +205,9 @@ def exercise_6_2a(answer: tuple[Callable, type]) -> None:
     for rank, report in enumerate(reports):
         tokens = expected.chunk(2, 1)[rank]
         if report["found"].shape != tokens.shape:
-            raise Wrong(f"rank {rank} returns the shape {tuple(report['found'].shape)}; its tokens are {tuple(tokens.shape)}")
+            raise Wrong(
+                f"rank {rank} returns the shape {tuple(report['found'].shape)}; its tokens are {tuple(tokens.shape)}"
+            )
         if report["type"] == "DTensor":
             raise Wrong("the result is a DTensor; an ordinary tensor with the rank's tokens was asked for")
         if not torch.allclose(report["found"], tokens, atol=1e-9):
@@ -215,7 +217,7 @@ def exercise_6_2a(answer: tuple[Callable, type]) -> None:
         for name, gradient in gradients.items():
             if not torch.allclose(report["gradients"][name], gradient, atol=1e-9):
                 if "norm" in name:
-                    hint = "It comes from this rank's tokens only. Which style says that a norm has a part of the tokens?"
+                    hint = "It comes from this rank's tokens only. Which style tells the norm so?"
                 else:
                     hint = "Is this layer cut at all? The plan must name every linear layer."
                 raise Wrong(f"the results are right, and the gradient of {name} on rank {rank} is wrong. {hint}")
@@ -224,7 +226,9 @@ def exercise_6_2a(answer: tuple[Callable, type]) -> None:
         counted = f"{len(forward)} collectives forward and {len(backward)} backward"
         hint = "Which tensor is gathered more than once, and which gradient is added up more than once?"
         if "ALLREDUCE" in backward:
-            hint = "The backward pass has all-reduces, where a rank needs only its tokens. Who says that x is cut, and twice?"
+            hint = (
+                "The backward pass has all-reduces, but a rank needs only its tokens. Which styles say that x is cut?"
+            )
         raise Wrong(f"all numbers are right, with {counted}. 4 in all are enough. {hint}")
 
 
@@ -252,7 +256,9 @@ def exercise_6_2b(answer: type) -> None:
     module = answer(dim, hidden).double()
     rows = answer.rows(old.clone())
     if not torch.is_tensor(rows) or rows.shape != old.shape:
-        raise Wrong(f"rows(weight) returns {tuple(getattr(rows, 'shape', ()))}; the new weight is {tuple(old.shape)}, too")
+        raise Wrong(
+            f"rows(weight) returns {tuple(getattr(rows, 'shape', ()))}; the new weight is {tuple(old.shape)}, too"
+        )
     order = [next((i for i, row in enumerate(old) if torch.equal(row, each)), None) for each in rows]
     if sorted(order, key=str) != sorted(range(2 * hidden), key=str):
         raise Wrong("rows(weight) must return each row of the old weight once, in some order")
@@ -265,10 +271,7 @@ def exercise_6_2b(answer: type) -> None:
     (expected * upstream).sum().backward()
     for num_ranks in (1, 2, 3):
         where = "in one process" if num_ranks == 1 else f"on {num_ranks} ranks"
-        if num_ranks == 1:
-            reports = [(module(x).detach(), {})]
-        else:
-            reports = on_ranks(try_mlp, num_ranks, module, x, upstream)
+        reports = [(module(x).detach(), {})] if num_ranks == 1 else on_ranks(try_mlp, num_ranks, module, x, upstream)
         for rank, (found, gradients) in enumerate(reports):
             if found.shape != expected.shape:
                 raise Wrong(f"{where}, rank {rank} returns the shape {tuple(found.shape)}, not {tuple(expected.shape)}")

@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,79 @@ test_6_1b = judge(checks.exercise_6_1b, [lambda results: lesson_6_1()["find_miss
     "without the loss": (without_the_loss, re.compile("ValueError|IndexError|the answer was 'forward'")),
     "exactly equal": (exactly, re.compile("the answer was '(none|backward)")),
 }, prepare="with_runs")  # fmt: skip
+
+
+# --- 6.2a: a plan for a gated MLP ------------------------------------------------------------------------------------
+
+PLANNED = CHAPTER / "02_tensor_parallelism_with_pytorch.ipynb"
+
+
+def solved_6_2(identity: str, *changes: tuple[str, str]) -> dict:
+    """The names after the cell of the solutions with this id, with changes, each (old, new)."""
+    names = {"__name__": "lesson_6_2"}
+    for each in ("imports", "gated"):
+        exec(cell(CHAPTER / "solutions" / PLANNED.name, each), names)
+    text = cell(CHAPTER / "solutions" / PLANNED.name, identity)
+    for old, new in changes:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    exec(text, names)
+    return names
+
+
+@functools.cache
+def plan_with(*changes: tuple[str, str]) -> Callable:
+    return solved_6_2("exercise-a-solution", *changes)["plan"]
+
+
+@pytest.fixture
+def with_layer():
+    """Give a plan the module that it is for."""
+    layer = solved_6_2("exercise-a-solution")["GatedLayer"]
+    return lambda plan: (plan, layer)
+
+
+NORM = '        "norm": SequenceParallel(),\n'
+INPUT = '        "mlp": PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate()),\n'
+W1, W3 = ('"mlp.w1": ColwiseParallel(', '"mlp.w3": ColwiseParallel(')
+ROWS = "RowwiseParallel(output_layouts=Shard(1))"
+test_6_2a = judge(checks.exercise_6_2a, [plan_with()], {
+    "stub": (stub, "not done yet"),
+    "each gathers": (
+        plan_with((INPUT, ""), (W1, f"{W1}input_layouts=Shard(1)"), (W3, f"{W3}input_layouts=Shard(1)")),
+        "with 3 collectives forward and 3 backward. 4 in all are enough. Which tensor is gathered more than once",
+    ),
+    "said twice": (
+        plan_with((W1, f"{W1}input_layouts=Shard(1)"), (W3, f"{W3}input_layouts=Shard(1)")),
+        "The backward pass has all-reduces",
+    ),
+    "norm left out": (plan_with((NORM, "")), "the gradient of norm.weight on rank 0 is wrong. It comes from"),
+    "nothing cut": (lambda: {}, "and the gradient of norm.weight on rank 0 is wrong"),
+    "all tokens returned": (plan_with((ROWS, "RowwiseParallel()")), "The size of tensor a (3) must match"),
+    "w3 left out": (plan_with((f"        {W3}),\n", "")), "mixed torch.Tensor and DTensor"),
+    "by the names' order": (
+        plan_with((W3, '"mlp.w2": ColwiseParallel('), (f'"mlp.w2": {ROWS}', f'"mlp.w3": {ROWS}')), "in forward"),
+    "no dict": (lambda: [], "no dict"),
+}, prepare="with_layer")  # fmt: skip
+
+
+# --- 6.2b: rows by kind, repaired -------------------------------------------------------------------------------------
+
+
+def repaired(*changes: tuple[str, str]) -> type:
+    return solved_6_2("exercise-b-solution", *changes)["RepairedMLP"]
+
+
+UNITS, READ = "weight.unflatten(0, (2, -1)).transpose(0, 1).flatten(0, 1)", "unflatten(-1, (-1, 2)).unbind(-1)"
+FOR_TWO = (UNITS, "weight.unflatten(0, (2, 2, -1)).transpose(0, 1).flatten(0, 2)")  # blocks of three gates, three ups
+READ_FOR_TWO = (READ, "unflatten(-1, (-1, 2, 3)).transpose(-3, -2).flatten(-2).unbind(-2)")
+test_6_2b = judge(checks.exercise_6_2b, [repaired()], {
+    "stub": (stub, "not done yet"),
+    "the old layer": (repaired((UNITS, "weight"), (READ, "chunk(2, dim=-1)")), "on 2 ranks, the result "
+        "of rank 0 is wrong. It is right on fewer. The slice of rank 0 holds gate 0, gate 1, gate 2, gate 3, gate 4"),
+    "rows only": (repaired((READ, "chunk(2, dim=-1)")), "in one process, the result of rank 0 is wrong. Do rows()"),
+    "forward only": (repaired((UNITS, "weight")), "in one process, the result of rank 0 is wrong. Do rows()"),
+    "for two ranks": (repaired(FOR_TWO, READ_FOR_TWO), "on 3 ranks"),
+    "half of the rows": (repaired((UNITS, "weight[:6]")), "rows(weight) returns (6, 4)"),
+    "a row twice": (repaired((UNITS, "weight[[0] * 12]")), "each row of the old weight once"),
+})  # fmt: skip
