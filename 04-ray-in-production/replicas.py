@@ -382,7 +382,7 @@ def draw_shares(runs: Mapping[str, list[dict]]) -> None:
         axes.set(xticks=range(len(tried)), yticks=(0, BATCH // 2, BATCH), ylabel="samples", ylim=(0, BATCH * 1.02))
         axes.set_xticklabels([step for step, _ in tried])
         axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("step; one that is there twice was tried twice")
+    axes.set_xlabel("step (a step that appears twice was tried twice)")
     kinds = [Patch(color=plots.COLORS[number], label=f"replica {name}") for number, name in enumerate(names)]
     kinds.append(Patch(facecolor="gray", edgecolor="white", hatch="////", label="its second process"))
     kinds.append(Patch(facecolor="white", edgecolor="gray", ls=":", label="not committed"))

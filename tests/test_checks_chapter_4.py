@@ -466,8 +466,7 @@ STUB_4_7 = written(CHAPTER / "07_lose_a_replica.ipynb", "my-loop")
 AS_PLANTED = "".join(line for line in STUB_4_7.splitlines(True) if "raise NotImplementedError" not in line)
 FAULTS_4_7 = {  # by name: the loop, and what the check says
     "as planted": (AS_PLANTED, "after an attempt that was not committed?"),
-    "counts what it commits": (
-        AS_PLANTED.replace("        step += 1", "        step += committed"), "Who knows which step it is"),
+    "does not skip": (SOLUTION_4_7.replace("while taken <= step:", "if taken <= step:"), "Who knows which step it is"),
     "asks too early": (
         SOLUTION_4_7.replace("        step, rank, n = manager.current_step(), ", "        rank, n = ").replace(
             "        optimizer.zero_grad()", "        step = manager.current_step()\n        optimizer.zero_grad()"),
