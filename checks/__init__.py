@@ -75,5 +75,7 @@ from checks.chapter_6 import (  # noqa: F401
     exercise_6_1b,
     exercise_6_2a,
     exercise_6_2b,
+    exercise_6_3a,
+    exercise_6_3b,
 )
 from checks.recordings import recorded  # noqa: F401

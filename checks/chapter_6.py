@@ -1,6 +1,8 @@
 """The exercise checks of chapter 6: beyond data parallelism."""
 
+import logging
 import random
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from checks.machinery import Wrong, exercise
-from shared import measure, ranks
+from shared import measure, models, ranks
 
 
 def on_ranks(function: Callable, num_ranks: int, *args: object) -> list:
@@ -284,3 +286,173 @@ def exercise_6_2b(answer: type) -> None:
                 raise Wrong(f"{where}, the result of rank {rank} is wrong. {hint}")
             if gradients and not torch.allclose(gradients["gate_up.weight"], gate.grad[order], atol=1e-9):
                 raise Wrong(f"{where}, the result is right, and the gradient of gate_up is wrong")
+
+
+def gpt_on_mesh(sizes: dict[str, int], norms: bool = True) -> tuple:
+    """Return a small GPT and its mesh: HSDP over `copies` and `shards` (or FSDP2 over `data`), and tensor parallelism.
+
+    norms: whether the plan names the norms. Otherwise their gradients know only the dimensions of FSDP2.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    model = small_gpt()
+    if "tensor" in sizes:
+        between = Shard(1) if norms else Replicate()
+        plan = {
+            "tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+            "blocks.*.qkv": ColwiseParallel(input_layouts=between),
+            "blocks.*.out": RowwiseParallel(output_layouts=between),
+            "blocks.*.up": ColwiseParallel(input_layouts=between),
+            "blocks.*.down": RowwiseParallel(output_layouts=between),
+            "head": ColwiseParallel(input_layouts=between, output_layouts=Replicate()),
+        }
+        if norms:
+            plan["positions"] = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))
+            plan |= {"blocks.*.norm*": SequenceParallel(), "norm": SequenceParallel()}
+        parallelize_module(model, mesh["tensor"], plan, src_data_rank=None)
+    over = tuple(name for name in sizes if name != "tensor")
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh[over])
+    return model, mesh
+
+
+def small_gpt() -> models.GPT:
+    """Return a GPT for four ranks in float64."""
+    model = models.GPT(models.GPTConfig(num_layers=1, num_heads=4, dim=16, context=8)).double()
+    models.init_weights(model, 7)
+    return model
+
+
+def small_text(num_windows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens and the targets of that many windows. The windows are all different."""
+    text = torch.randint(256, (num_windows, 9), generator=torch.Generator().manual_seed(7))
+    return text[:, :-1], text[:, 1:]
+
+
+def mean_loss(model: models.GPT, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the mean of the loss over all tokens."""
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+NORM_CASES = {
+    "HSDP on 2 x 2": ({"copies": 2, "shards": 2}, True),
+    "FSDP2 x tensor on 2 x 2": ({"data": 2, "tensor": 2}, True),
+    "FSDP2 x tensor on 2 x 2 without norms in the plan": ({"data": 2, "tensor": 2}, False),
+}
+
+
+def try_norms(answer: Callable) -> dict:
+    """Report what gradient_norm says of each case, the norm from gathered gradients, and the numbers that it sent."""
+    found = {}
+    for name, (sizes, norms) in NORM_CASES.items():
+        model, mesh = gpt_on_mesh(sizes, norms)
+        mean_loss(model, *small_text(4)).backward()
+        squares = [parameter.grad.full_tensor().square().sum() for parameter in model.parameters()]
+        largest = [0]
+        groups = {id(group): group for group in (dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names))}
+        for group in groups.values():
+            group.register_pre_hook(
+                1,
+                lambda call, largest=largest: largest.append(max([0, *(each.numel() for each in call.input_tensors)])),
+            )
+        said = answer(model)
+        for group in groups.values():
+            group.unregister_pre_hook(1)
+        found[name] = (float(said), sum(squares).sqrt().item(), max(largest))
+    return found
+
+
+@exercise("6.3a", "the norm is right on every rank, whatever the layouts of the gradients.")
+def exercise_6_3a(answer: Callable) -> None:
+    """A function gradient_norm(model) -> the norm of all gradients, on every rank."""
+    reports = on_ranks(try_norms, 4, answer)
+    for name in NORM_CASES:
+        for rank, report in enumerate(reports):
+            said, expected, largest = report[name]
+            if abs(said - reports[0][name][0]) > 1e-9:
+                raise Wrong(
+                    f"{name}: rank 0 says {reports[0][name][0]:.6f}, and rank {rank} {said:.6f}. Who sums what?"
+                )
+            if said > expected + 1e-9:
+                hint = "Which squares are in your sum more than once?"
+                raise Wrong(f"{name}: you say {said:.6f}, more than the right {expected:.6f}. {hint}")
+            if said < expected - 1e-9:
+                hint = "Which squares are not in your sum, or are divided by too much?"
+                raise Wrong(f"{name}: you say {said:.6f}, less than the right {expected:.6f}. {hint}")
+            if largest > 64:
+                raise Wrong(f"{name}: right, but rank {rank} sends {largest} numbers at once. Add up the squares first")
+
+
+THREE_CASES = (((2, 2, 1), 3), ((1, 2, 2), 7), ((2, 1, 2), 5))  # (copies, shards, tensor), windows; one rank has none
+
+
+def try_three(answer: Callable, shape: tuple[int, int, int], num_windows: int) -> dict:
+    """Report loss, gathered gradients and the windows that the model was given."""
+    model, mesh = gpt_on_mesh(dict(zip(("copies", "shards", "tensor"), shape, strict=True)))
+    tokens, targets = small_text(num_windows)
+    read = []
+    model.register_forward_pre_hook(lambda module, inputs: read.extend(inputs[0].tolist()))
+    loss = answer(model, mesh, tokens.clone(), targets.clone())
+    if any(parameter.grad is None for parameter in model.parameters()):
+        return {"loss": loss, "gradients": None}
+    rows = tokens.tolist()
+    return {
+        "loss": float(loss),
+        "gradients": gathered(model),
+        "read": [rows.index(row) if row in rows else -1 for row in read],
+    }
+
+
+def try_shapes(answer: Callable) -> dict:
+    """Report `try_three` for all cases."""
+    return {case: try_three(answer, *case) for case in THREE_CASES}
+
+
+@exercise("6.3b", "loss and gradients are those of one process, and each window is read by one tensor group.")
+def exercise_6_3b(answer: Callable) -> None:
+    """A function step_on_three(model, mesh, tokens, targets) -> the mean loss over the batch, on every rank."""
+    reports = on_ranks(try_shapes, 4, answer)
+    for shape, num_windows in reports[0]:
+        where = f"copies {shape[0]}, shards {shape[1]}, tensor {shape[2]}, {num_windows} windows:"
+        model = small_gpt()
+        expected = mean_loss(model, *small_text(num_windows))
+        expected.backward()
+        for rank, report in enumerate(each[shape, num_windows] for each in reports):
+            if report["gradients"] is None:
+                raise Wrong(f"{where} rank {rank} has parameters without a gradient. Call backward() on every rank")
+            if not abs(report["loss"] - expected.item()) <= 1e-9:  # it may be nan
+                ratio = report["loss"] / expected.item()
+                raise Wrong(
+                    f"{where} rank {rank} returns the loss {report['loss']:.6f}, {ratio:.4f} times the right one. "
+                    "Whose losses are in the sum, how often, and by what are they divided?"
+                )
+        groups = [each[shape, num_windows]["read"] for each in reports]
+        by_group = [groups[start : start + shape[2]] for start in range(0, 4, shape[2])]
+        if any(read != group[0] for group in by_group for read in group):
+            raise Wrong(f"{where} the ranks of a tensor group read different windows: {groups}")
+        counts = [sum(window in group[0] for group in by_group) for window in range(num_windows)]
+        if any(count != 1 for count in counts):
+            number = next(number for number, count in enumerate(counts) if count != 1)
+            raise Wrong(
+                f"{where} {counts[number]} tensor groups read window {number}. By rank, the windows read are {groups}"
+            )
+        for rank, report in enumerate(each[shape, num_windows] for each in reports):
+            for name, parameter in model.named_parameters():
+                found = report["gradients"][name]
+                if not torch.allclose(found, parameter.grad, rtol=0, atol=1e-9):
+                    ratio = (found.norm() / parameter.grad.norm()).item()
+                    raise Wrong(
+                        f"{where} the loss is right, and the gradient of {name} on rank {rank} is not: its norm is "
+                        f"{ratio:.3f} times the right one. FSDP2 averages over which ranks?"
+                    )

@@ -175,3 +175,48 @@ test_6_2b = judge(checks.exercise_6_2b, [repaired()], {
     "half of the rows": (repaired((UNITS, "weight[:6]")), "rows(weight) returns (6, 4)"),
     "a row twice": (repaired((UNITS, "weight[[0] * 12]")), "each row of the old weight once"),
 })  # fmt: skip
+
+
+# --- 6.3a: the norm of gradients with any layout ---------------------------------------------------------------------
+
+MESHES = CHAPTER / "solutions/03_meshes_on_ray.ipynb"
+
+
+def mesh_answer(name: str, *changes: tuple[str, str]) -> Callable:
+    """The solution to 6.3a or 6.3b, with changes, each (old, new)."""
+    exercise = {"gradient_norm": "exercise-a-solution", "step_on_three": "exercise-b-solution"}[name]
+    text = cell(MESHES, exercise)
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new)
+    names = {"__name__": "lesson_6_3"}  # no module, as above
+    exec(cell(MESHES, "imports"), names)
+    exec(text, names)
+    return names[name]
+
+
+norm = functools.partial(mesh_answer, "gradient_norm")
+KNOWN = "gradient.device_mesh.size()"
+test_6_3a = judge(checks.exercise_6_3a, [norm()], {
+    "stub": (stub, "not done yet"),
+    "copies counted": (norm((" / copies", "")), "HSDP on 2 x 2: you say"),
+    "copies in its own mesh": (norm(("dist.get_world_size() /", f"{KNOWN} /")), "without norms in the plan: you say"),
+    "whole gradients": (norm(
+        ("gradient.to_local().square().sum() / copies", "gradient.full_tensor().square().sum()"),
+        ("    dist.all_reduce(total)\n", ""),
+    ), "numbers at once"),
+})  # fmt: skip
+
+
+# --- 6.3b: a step on three dimensions --------------------------------------------------------------------------------
+
+three = functools.partial(mesh_answer, "step_on_three")
+BOTH = 'mesh["copies"].size() * mesh["shards"].size()'
+NUMBER = 'mesh.get_local_rank("copies") * mesh["shards"].size() + '
+test_6_3b = judge(checks.exercise_6_3b, [three()], {
+    "stub": (stub, "not done yet"),
+    "by shards": (three((BOTH, 'mesh["shards"].size()'), (NUMBER, ""), ('("copies", "shards")', '("shards",)')),
+                  "2 tensor groups read window 0"),
+    "scaled by world": (three(("(loss * size)", "(loss * dist.get_world_size())")), "is 2.000 times the right one"),
+    "mean of the own": (three((', reduction="sum") / targets.numel()', ") / size")), "by what are they divided?"),
+})  # fmt: skip
