@@ -86,52 +86,24 @@ def exercise_6_1a(answer: Callable) -> None:
                     raise Wrong(f"{where} rank {rank} sends {report[name]:.0f} bytes {name}, {hint}")
 
 
-class SumOverRanks(torch.autograd.Function):
-    """Forward: the sum of all ranks' inputs. Backward: the gradient, unchanged. As in lesson 6.1."""
-
-    @staticmethod
-    def forward(ctx: object, part: torch.Tensor) -> torch.Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole)
-        return whole
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
-class CopyToRanks(torch.autograd.Function):
-    """Forward: the input, unchanged. Backward: the sum of all ranks' gradients. As in lesson 6.1."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
-        whole = gradient.clone()
-        dist.all_reduce(whole)
-        return whole
-
-
 @dataclass
 class WithoutOne:
     """Calls `function`, but not in the call number `left_out`."""
 
-    function: type[torch.autograd.Function]
+    function: Callable[[torch.Tensor], torch.Tensor]
     left_out: int | None = None
     calls: int = 0
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         self.calls += 1
-        return x if self.calls - 1 == self.left_out else self.function.apply(x)
+        return x if self.calls - 1 == self.left_out else self.function(x)
 
 
 @exercise("6.1b", "you find each missing sum, and blame nobody whose model is right.")
-def exercise_6_1b(answer: tuple[Callable, Callable]) -> None:
-    """A function find_missing_sum(results) -> what is missing, and a function of (copy, add) that returns results."""
-    find_missing_sum, run = answer
-    complete = run(WithoutOne(CopyToRanks), WithoutOne(SumOverRanks))
+def exercise_6_1b(answer: tuple[Callable, Callable, Callable, Callable]) -> None:
+    """A function find_missing_sum(results) -> what is missing; a function run(copy, add) -> results; copy; add."""
+    find_missing_sum, run, copy, add = answer
+    complete = run(copy, add)
     find_missing_sum(complete)  # a stub raises here
     num_blocks = len({name.split(".")[1] for name in complete[0][1] if name.startswith("blocks.")})
     draw = random.Random(repr(complete[0][0]))  # by the loss: with a different SEED, other sums are missing
@@ -139,7 +111,7 @@ def exercise_6_1b(answer: tuple[Callable, Callable]) -> None:
     cases = {"none": (None, None), "forward": (None, draw.randrange(2 * num_blocks))}
     cases |= {f"backward, block {place // 2}, {('attention', 'mlp')[place % 2]}": (place, None) for place in places}
     for expected, (backward, forward) in draw.sample(list(cases.items()), len(cases)):
-        results = run(WithoutOne(CopyToRanks, backward), WithoutOne(SumOverRanks, forward))
+        results = run(WithoutOne(copy, backward), WithoutOne(add, forward))
         said = find_missing_sum(results)
         if said != expected:
             hints = {

@@ -1,6 +1,6 @@
 """Run a function on several ranks of this machine, from a notebook, and return what each rank returned.
 
-The ranks are forked from a process that has imported torch already, so they start in a tenth of a second. Python's
+The ranks are forked from a process that has imported torch already, so only the first call waits for imports. Python's
 `multiprocessing` calls such a process a fork server. It starts with the first call and ends with the notebook.
 """
 

@@ -55,7 +55,7 @@ def test_anybody_who_reaches_the_lighthouse_can_end_a_replica(server, tmp_path):
     run = threading.Thread(target=server.run, args=(tmp_path / "run", tmp_path / "slow.py"), kwargs={"may_fail": True})
     run.start()
     notes = tmp_path / "run/a0.jsonl"
-    while not notes.exists() or not notes.read_text():
+    while run.is_alive() and not (notes.exists() and notes.read_text()):  # the run itself ends after LIMIT_S
         time.sleep(0.1)
     address = (tmp_path / "run/address").read_text()
     status = urllib.request.urlopen(f"{address}/status", timeout=30).read().decode()
