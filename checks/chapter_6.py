@@ -10,18 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from checks.machinery import Wrong, exercise
-from shared import measure, models, ranks
-
-
-def on_ranks(function: Callable, num_ranks: int, *args: object) -> list:
-    """Call shared.ranks.run. Raises NotImplementedError or Wrong for ranks that failed."""
-    try:
-        return ranks.run(function, num_ranks, *args)
-    except ranks.RanksFailed as error:
-        if "NotImplementedError" in str(error):
-            raise NotImplementedError from None
-        raise Wrong(f"on {num_ranks} ranks, {'; '.join(map(str.strip, str(error).splitlines()))}") from None
+from checks.machinery import Wrong, exercise, on_ranks
+from shared import measure, models
 
 
 def try_embedding(build: Callable, table: torch.Tensor, tokens: torch.Tensor, upstream: torch.Tensor) -> dict:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from shared import ranks
 from shared.rendezvous import free_port
 
 ABORTED = "terminate called without an active exception"  # see shared.distributed.leave
@@ -70,6 +71,16 @@ def refuse_stub(script: str | Path) -> None:
     """Raise NotImplementedError if the script still holds the stub's line: there is no need to start it."""
     if Path(script).is_file() and re.search(r"^ *raise NotImplementedError", Path(script).read_text(), re.MULTILINE):
         raise NotImplementedError
+
+
+def on_ranks(function: Callable, num_ranks: int, *args: object) -> list:
+    """Call shared.ranks.run. Raises NotImplementedError or Wrong for ranks that failed."""
+    try:
+        return ranks.run(function, num_ranks, *args)
+    except ranks.RanksFailed as error:
+        if "NotImplementedError" in str(error):
+            raise NotImplementedError from None
+        raise Wrong(f"on {num_ranks} ranks, {'; '.join(map(str.strip, str(error).splitlines()))}") from None
 
 
 def probe(name: str) -> Path:
