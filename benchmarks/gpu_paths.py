@@ -33,7 +33,7 @@ import tiny_base
 DDP, RAY = "01-ddp-pytorch-only/train_ddp.py", "02-ddp-pytorch-ray/train_ray_ddp.py"
 RAY_DATA = "02-ddp-pytorch-ray/train_ray_ddp_with_ray_data.py"
 FSDP2, ZERO = "03-fsdp-deepspeed/train_ray_fsdp2.py", "03-fsdp-deepspeed/train_ray_deepspeed.py"
-FINETUNE = "03-fsdp-deepspeed/train_ray_finetune.py"
+FINETUNE, MESH = "03-fsdp-deepspeed/train_ray_finetune.py", "06-beyond-data-parallel/train_ray_mesh.py"
 PROGRAM = ROOT / "04-ray-in-production/program"
 GPUS = min(torch.cuda.device_count(), 4)
 LIMIT_S = 400  # for one run
@@ -68,6 +68,7 @@ def trials() -> list[Trial]:
     long = "--max-steps 60 --batch-size 16 --epochs 3 --precision fp64"
     local, workers, on_cpu = "--num-workers 0", f"--num-workers {GPUS}", "--num-workers 0 --no-use-gpu"
     program = f"{SMALL} --set training.precision=fp64"
+    mesh = f"{gpt} --tensor-parallel {2 if GPUS in (2, 4) else 1}"
     on_gpus = f"--set cluster.num_workers={GPUS} --set 'cluster.resources_per_worker={{CPU: 1, GPU: 1}}'"
     return [
         Trial("Ray Data", RAY_DATA, f"{IMAGES} {fp64} {workers}"),  # nothing to compare with: Ray decides the order
@@ -85,6 +86,7 @@ def trials() -> list[Trial]:
               "DDP, fp64, CPU", exact),
         Trial("Ray DDP", RAY, f"{IMAGES} {fp64} {workers}", "DDP, fp64, CPU", exact),
         Trial("FSDP2", FSDP2, f"{gpt} {fp64} {workers}", "GPT, fp64, CPU", exact),
+        Trial("mesh", MESH, f"{mesh} {fp64} {workers}", "GPT, fp64, CPU", exact),
         Trial("ZeRO-2, fp32", ZERO, f"{gpt} --zero-stage 2 {workers}", "GPT, fp64, CPU", 0.01),
         Trial("Ray DDP, one worker more than GPUs", RAY, f"{IMAGES} --num-workers {GPUS + 1}", fails_with="GPU"),
         Trial("program, fp16", "training.distributed_training", f"{program} {on_gpus}".replace("fp64", "fp16"),
@@ -123,6 +125,9 @@ def trials() -> list[Trial]:
               "torchrun"),
         Trial("FSDP2, offload", FSDP2, f"{gpt} {fp64} {local} --offload", "GPT, fp64, CPU", exact, "torchrun"),
         Trial("FSDP2, bf16", FSDP2, f"{gpt} --precision bf16 {local}", "GPT, fp64, CPU", 0.1, "torchrun"),
+        Trial("mesh, local mode, activation checkpointing", MESH, f"{mesh} {fp64} {local} --activation-checkpointing",
+              "GPT, fp64, CPU", exact, "torchrun"),
+        Trial("mesh, bf16", MESH, f"{mesh} --precision bf16 {local}", "GPT, fp64, CPU", 0.1, "torchrun"),
         *(Trial(f"ZeRO-{stage}, fp32, local mode", ZERO, f"{gpt} --zero-stage {stage} {local}", "GPT, fp64, CPU",
                 0.01, "torchrun") for stage in (0, 1, 3)),
         *(Trial(f"ZeRO-{stage}, {precision}", ZERO, f"{gpt} --zero-stage {stage} --precision {precision} {local}",
