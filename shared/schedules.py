@@ -6,16 +6,16 @@ stage's input, and those of its weights. A forward pass takes one unit of time, 
 """
 
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Collection, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
 
-from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
-
-from shared import plots
+if TYPE_CHECKING:  # the ranks that run a schedule draw nothing, and matplotlib takes half a second to import
+    from matplotlib.axes import Axes
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
-FILLS = {"F": plots.COLORS[0], "B": plots.COLORS[1], "I": plots.COLORS[1], "W": plots.COLORS[2]}
+COLOR_NUMBERS = {"F": 0, "B": 1, "I": 1, "W": 2}  # in plots.COLORS
 
 
 class Cell(NamedTuple):
@@ -37,6 +37,19 @@ class Placed(NamedTuple):
     cell: Cell
 
 
+class Wait(NamedTuple):
+    """A rank that cannot start `cell`, because `owner` has not computed `needed`."""
+
+    rank: int
+    cell: Cell
+    needed: Cell
+    owner: int
+
+    def __str__(self) -> str:
+        whom = "itself" if self.owner == self.rank else f"rank {self.owner}"
+        return f"rank {self.rank} waits for {whom}: {self.cell} needs {self.needed}"
+
+
 def read(rows: Sequence[str | Sequence[str]]) -> list[list[Cell]]:
     """Return the table's cells. rows: one per rank, as a list of cells, or as a string with spaces between them.
 
@@ -51,6 +64,35 @@ def read(rows: Sequence[str | Sequence[str]]) -> list[list[Cell]]:
                 raise ValueError(f"rank {rank}: {name!r} is not a cell. 0F1 is stage 0, forward, microbatch 1")
             table[rank].append(Cell(int(found[1]), found[2], int(found[3])))
     return table
+
+
+def check(table: list[list[Cell]], num_stages: int, num_microbatches: int) -> None:
+    """Raise ValueError, in one line, unless the table computes each stage of each microbatch once, and in order.
+
+    The stages must be 0 to num_stages - 1, each on one rank. Each needs an F per microbatch, and after it a B, or an I
+    and then a W. Whether ranks wait for each other forever is not checked.
+    """
+    cells = [cell for row in table for cell in row]
+    for cell, count in Counter(cells).items():
+        if cell.stage >= num_stages or cell.microbatch >= num_microbatches:
+            stages, microbatches = f"stages are 0 to {num_stages - 1}", f"microbatches 0 to {num_microbatches - 1}"
+            raise ValueError(f"{cell}: the {stages}, and the {microbatches}")
+        if len(owners := [rank for rank, row in enumerate(table) if any(cell.stage == each.stage for each in row)]) > 1:
+            raise ValueError(f"stage {cell.stage} is in the rows of ranks {owners}. Only one rank has its weights")
+        if count > 1:
+            raise ValueError(f"{cell} is in the table {count} times")
+    for stage in range(num_stages):
+        for microbatch in range(num_microbatches):
+            whole, *halves = (Cell(stage, kind, microbatch) for kind in "BIW")
+            split = any(half in cells for half in halves)
+            if split and whole in cells:
+                raise ValueError(f"{whole} is a whole backward pass, and the table has a half of it too")
+            wanted = [Cell(stage, "F", microbatch), *(halves if split else [whole])]
+            if missing := [cell for cell in wanted if cell not in cells]:
+                raise ValueError(f"{missing[0]} is missing")
+            for first, second in pairwise(wanted):
+                if cells.index(second) < cells.index(first):
+                    raise ValueError(f"{second} comes before {first}")
 
 
 def needs(cell: Cell, cells: set[Cell], num_stages: int) -> list[Cell]:
@@ -70,7 +112,7 @@ def timeline(table: list[list[Cell]]) -> list[list[Placed]]:
     Sending takes no time. Raises ValueError if the ranks would wait for each other forever.
     """
     cells = {cell for row in table for cell in row}
-    num_stages = 1 + max(cell.stage for cell in cells)
+    num_stages = 1 + max((cell.stage for cell in cells), default=0)
     ends, rows, progress = {}, [[] for _ in table], True
     while progress:
         progress = False
@@ -89,15 +131,20 @@ def timeline(table: list[list[Cell]]) -> list[list[Placed]]:
     return rows
 
 
+def last_end(rows: list[list[Placed]]) -> int:
+    """Return when the last rank ends."""
+    return max((row[-1].end for row in rows if row), default=0)
+
+
 def idle_units(rows: list[list[Placed]]) -> list[int]:
     """Return for each rank how many units of the step it does not compute."""
-    last = max(row[-1].end for row in rows)
+    last = last_end(rows)
     return [last - sum(placed.end - placed.start for placed in row) for row in rows]
 
 
 def idle_share(rows: list[list[Placed]]) -> float:
     """Return the idle part of all ranks' time, often called the bubble."""
-    return sum(idle_units(rows)) / (len(rows) * max(row[-1].end for row in rows))
+    return sum(idle_units(rows)) / (len(rows) * last_end(rows))
 
 
 def most_live(table: list[list[Cell]]) -> list[int]:
@@ -115,19 +162,62 @@ def most_live(table: list[list[Cell]]) -> list[int]:
     return most
 
 
-def draw(rows: list[list[Placed]], title: str) -> Axes:
-    """Draw the rows over time. A box shows the microbatch; with several stages on a rank, the later ones are darker."""
-    last = max(row[-1].end for row in rows)
+def label(cell: Cell, stages: Collection[int]) -> str:
+    """Return what a box for `cell` shows. stages: those of its rank."""
+    return str(cell) if len(stages) > 1 else f"{cell.kind}{cell.microbatch}"
+
+
+def draw(rows: list[list[Placed]], title: str) -> "Axes":
+    """Draw the rows over time. A box shows the cell, without the stage if each rank has only one.
+
+    With several stages on a rank, the later ones are darker.
+    """
+    from matplotlib.patches import Rectangle
+
+    from shared import plots
+
+    last = last_end(rows)
     axes = plots.new_axes(title, "time in units of one forward pass", size=(0.9 + 0.36 * last, 0.9 + 0.42 * len(rows)))
     axes.grid(visible=False)
     for rank, row in enumerate(rows):
         stages = sorted({placed.cell.stage for placed in row})
         for start, end, cell in row:
             shade = 0.55 + 0.45 * (stages.index(cell.stage) + 1) / len(stages)
-            box = Rectangle((start, rank - 0.42), end - start, 0.84, facecolor=FILLS[cell.kind], edgecolor="white")
+            box = Rectangle((start, rank - 0.42), end - start, 0.84, edgecolor="white",
+                            facecolor=plots.COLORS[COLOR_NUMBERS[cell.kind]])  # fmt: skip
             axes.add_patch(box).set_alpha(shade)
-            axes.text((start + end) / 2, rank, f"{cell.kind}{cell.microbatch}", ha="center", va="center",
+            axes.text((start + end) / 2, rank, label(cell, stages), ha="center", va="center",
                       color="white", fontsize=8)  # fmt: skip
     axes.set(xlim=(0, last), ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    return axes
+
+
+def draw_hang(rows: list[list[Placed]], table: list[list[Cell]], waits: Sequence[Wait], title: str) -> "Axes":
+    """Draw the rows as far as the ranks came, and after them, in gray, the cells of the table that nobody computed.
+
+    waits: an arrow leads from the cell that a rank cannot start to the cell that it needs.
+    """
+    from matplotlib.patches import Rectangle
+
+    from shared import plots
+
+    axes, places, last, red = draw(rows, title), {}, 0, plots.COLORS[4]
+    for rank, (row, cells) in enumerate(zip(rows, table, strict=True)):
+        start, stages = row[-1].end if row else 0, {cell.stage for cell in cells}
+        for cell in cells[len(row) :]:
+            width = UNITS[cell.kind]
+            places[cell], start = (start + width / 2, rank), start + width
+            waiting = any(wait.cell == cell for wait in waits)
+            box = Rectangle((start - width + 0.06, rank - 0.36), width - 0.12, 0.72, linestyle="--" if waiting else "-",
+                            facecolor="#eeeeee", edgecolor=red if waiting else "#cccccc")  # fmt: skip
+            axes.add_patch(box)
+            axes.text(*places[cell], label(cell, stages), ha="center", va="center",
+                      color=red if waiting else "#888888", fontsize=8)  # fmt: skip
+        last = max(last, start)
+    for wait in waits:
+        arrow = {"arrowstyle": "-|>", "color": red, "shrinkA": 9, "shrinkB": 9, "connectionstyle": "arc3,rad=0.25"}
+        axes.annotate("", xy=places[wait.needed], xytext=places[wait.cell], arrowprops=arrow)
+    axes.figure.set_size_inches(0.9 + 0.36 * last, 0.9 + 0.55 * len(rows))
+    axes.set(xlim=(0, last), xlabel="time in units of one forward pass; gray: never computed")
     return axes
