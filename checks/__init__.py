@@ -78,4 +78,10 @@ from checks.chapter_6 import (  # noqa: F401
     exercise_6_3a,
     exercise_6_3b,
 )
+from checks.chapter_6_schedules import (  # noqa: F401
+    exercise_6_6a,
+    exercise_6_6b,
+    exercise_6_6c,
+    exercise_6_6d,
+)
 from checks.recordings import recorded  # noqa: F401

@@ -37,12 +37,13 @@ class Outcome(NamedTuple):
 def run(rows: Sequence[str | Sequence[str]], stages: Sequence[nn.Module], microbatches: Batches, loss: Loss) -> Outcome:
     """Run a table with one process per row, and return what the ranks did, even if they hang.
 
-    rows: as `schedules.read` takes them. stages: a stage's result is the input of the next stage. microbatches: (input,
-    target) for each. loss: gets the last stage's result and a target. The gradients are those of the sum of the losses.
+    rows: as `schedules.read_table` takes them. stages: a stage's result is the input of the next stage. microbatches:
+    (input, target) for each. loss: gets the last stage's result and a target. The gradients are those of the sum of the
+    losses.
 
     Raises ValueError for a table that `schedules.check` refuses. No process has started then.
     """
-    table = schedules.read(rows)
+    table = schedules.read_table(rows)
     schedules.check(table, len(stages), len(microbatches))
     with tempfile.TemporaryDirectory() as folder:
         board = Path(folder, "board")
