@@ -233,7 +233,7 @@ def draw_hang(rows: list[list[Placed]], table: list[list[Cell]], waits: Sequence
         arrow = {"arrowstyle": "-|>", "color": red, "linewidth": 2 if wait in in_circle else 0.8, "shrinkA": 9,
                  "shrinkB": 9, "connectionstyle": "arc3,rad=0.25"}  # fmt: skip
         axes.annotate("", xy=places[wait.needed], xytext=places[wait.cell], arrowprops=arrow)
-    axes.figure.set_size_inches(0.9 + 0.36 * last, 0.9 + 0.55 * len(rows))
+    axes.figure.set_size_inches(max(0.9 + 0.36 * last, 4.8), 0.9 + 0.55 * len(rows))
     axes.set(xlim=(0, last), xlabel="time in units of one forward pass; gray: never computed")
     return axes
 
