@@ -5,9 +5,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
 from answers import cell, judge, stub
 
 import checks
+from shared import ranks
 
 SOLUTION = Path(__file__).parent.parent / "06-beyond-data-parallel/solutions/07_long_sequences.ipynb"
 
@@ -70,3 +74,39 @@ test_6_7b = judge(checks.exercise_6_7b, [ulysses()], {
     "gradients not exchanged": (ulysses(KEPT), "gets a wrong gradient for q"),
     "fewer parts than ranks": (ulysses((".tensor_split(size)", ".chunk(size)")), "IndexError"),
 })  # fmt: skip
+
+
+# --- the lesson's ring takes the masks of 6.7a -----------------------------------------------------------------------
+
+LESSON = SOLUTION.parents[1] / SOLUTION.name
+
+
+def attention_on_ranks(packed: Callable, names: dict, drawn: torch.Tensor, starts: torch.Tensor) -> tuple:
+    """Return this rank's part of attention by the lesson's ring, and the gradients of its queries, keys and values."""
+    own = names["zigzag"](dist.get_rank(), dist.get_world_size())
+    _, masks = packed(starts[:, own], names["zigzag"])
+    inputs = [tensor[:, :, own].clone().requires_grad_() for tensor in drawn]
+    out = names["ring_attention"](*inputs, masks)
+    out.sin().sum().backward()
+    return own, out.detach(), [tensor.grad for tensor in inputs]
+
+
+def test_the_ring_computes_with_documents_as_one_process_does():
+    names = {"__name__": "lesson_6_7"}
+    exec(cell(LESSON, "imports"), names)
+    names["CONTEXT"] = 16
+    cells = "scores attend merge layout exchange tiles ring-forward tile-gradients ring-backward ring ring-attention"
+    for identity in (*cells.split(), "zigzag"):
+        exec(cell(LESSON, identity), names)
+    drawn = torch.randn(3, 2, 2, 16, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(7))
+    starts = torch.zeros(2, 16, dtype=torch.bool)
+    starts[0, [3, 9, 10]] = True
+    documents = starts.cumsum(1)
+    whole = [tensor.clone().requires_grad_() for tensor in drawn]
+    mask = (documents[:, :, None] == documents[:, None, :]) & torch.ones(16, 16).tril().bool()
+    expected = F.scaled_dot_product_attention(*whole, mask.unsqueeze(1))
+    expected.sin().sum().backward()
+    for own, out, gradients in ranks.run(attention_on_ranks, 4, packed(), names, drawn, starts):
+        assert torch.allclose(out, expected[:, :, own], atol=1e-12)
+        for gradient, tensor in zip(gradients, whole, strict=True):
+            assert torch.allclose(gradient, tensor.grad[:, :, own], atol=1e-12)
