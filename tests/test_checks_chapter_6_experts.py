@@ -12,7 +12,7 @@ import checks
 from checks import chapter_6_experts
 
 CHAPTER = Path(__file__).parent.parent / "06-beyond-data-parallel"
-TAKEN = ("settings", "experts", "block", "build-model", "all-to-all", "shared-experts", "local-step")
+TAKEN = ("settings", "experts", "block", "build-model", "all-to-all", "shared-experts", "mean-loss", "local-step")
 LESSON, SOLUTIONS = CHAPTER / "08_experts.ipynb", CHAPTER / "solutions/08_experts.ipynb"
 
 
@@ -20,7 +20,7 @@ LESSON, SOLUTIONS = CHAPTER / "08_experts.ipynb", CHAPTER / "solutions/08_expert
 def lesson() -> dict:
     """The names of the solutions up to the exercises."""
     names = {"__name__": "lesson_6_8"}  # no module: its functions travel to the ranks as those of a notebook do
-    for identity in ("imports", *TAKEN, "reference"):
+    for identity in ("imports", "imports-ours", *TAKEN, "reference"):
         exec(cell(SOLUTIONS, identity), names)
     return names
 
