@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from unittest import mock
 
 import torch
@@ -14,6 +15,7 @@ from checks import mesh_ports
 from checks.machinery import Wrong, exercise, on_ranks
 from checks.mesh_ports import Case, Port, Reference
 
+WAIT_S = 30  # for ranks that are in a collective which others have left out
 # Faults that come in several forms on 2 x 2: a field of the recipe, and its values. The check tries each.
 FORMS = {
     "samples": ("deal_over", ("tensor", "world")),
@@ -46,7 +48,7 @@ class Watch:
     """
 
     def __init__(self) -> None:
-        self.groups, self.paused = set(), True
+        self.groups, self.paused = {}, True
         self.start()
 
     def start(self) -> None:
@@ -57,8 +59,13 @@ class Watch:
         """Watch the groups of a mesh, and the world."""
         for group in (dist.group.WORLD, *map(mesh.get_group, mesh.mesh_dim_names)):
             if group.group_name not in self.groups:
-                self.groups.add(group.group_name)
+                self.groups[group.group_name] = group
                 group.register_pre_hook(1, self.note)
+
+    def end(self) -> None:
+        """Watch no group any more."""
+        for group in self.groups.values():
+            group.unregister_pre_hook(1)
 
     def note(self, call: object) -> None:
         """Note a collective; called by torch when it starts."""
@@ -99,26 +106,64 @@ class Watch:
             yield
 
 
+class Parted(Exception):
+    """The ranks do different things; `doing` says what, by rank."""
+
+    def __init__(self, doing: list[tuple[str, object]]) -> None:
+        super().__init__(str(doing))
+        self.doing = doing
+
+
+def meet(group: dist.ProcessGroup, action: str, value: object = None) -> list:
+    """Return the values of all ranks. Raises Parted on every rank if they are not at the same action."""
+    doing = [None] * group.size()
+    try:
+        dist.all_gather_object(doing, (action, value), group=group)
+    except RuntimeError:  # gloo's for a timeout
+        waited = f"this rank {action}, and has waited {WAIT_S} s for the others"
+        raise RuntimeError(f"{waited}. Do all ranks reach every collective?") from None
+    if len({each for each, _ in doing}) > 1:
+        raise Parted(doing)
+    return [value for _, value in doing]
+
+
+def try_port(answer: Callable, port: Port, reference: Reference, watch: Watch, group: dist.ProcessGroup) -> dict:
+    """Report all ranks' verdicts on a port, or, as `parted`, what they do if they do different things."""
+
+    def build() -> torch.nn.Module:
+        meet(group, "calls build()")  # without this, ranks that do different things would hang inside the port
+        return port.build()
+
+    def backward(model: torch.nn.Module) -> float:
+        meet(group, "calls backward()")
+        return port.backward(model)
+
+    watch.start()
+    watched = Port(port.mesh, *map(watch.unwatched, (build, port.sample_ids, backward)))
+    try:
+        with watch.watching_full_tensor(), watch.set_paused(False):
+            verdict = answer(watched, reference)
+        found = meet(group, "returns", (verdict, watch.largest, watch.gathered))
+    except Parted as error:
+        return {"parted": [f"{action} {value[0]!r}" if value else action for action, value in error.doing]}
+    verdicts, largest, gathered = zip(*found, strict=True)
+    return {"verdicts": list(verdicts), "largest": max(largest), "gathered": any(gathered)}
+
+
 def try_ports(answer: Callable, cases: list[Case], references: list[Reference]) -> list[dict]:
-    """Ask for the verdict of each port, until one is wrong, on this rank; the report has all ranks' verdicts."""
+    """Return, on this rank, the report on each port, until one has a problem."""
     watch, meshes, reports = Watch(), {}, []
+    group = dist.new_group(timeout=timedelta(seconds=WAIT_S))
     for case, reference in zip(cases, references, strict=True):
         recipe = mesh_ports.draw(case)
         where = (case.data, case.tensor, recipe.places)
         if where not in meshes:
             meshes[where] = mesh_ports.new_mesh(case, recipe)
             watch.add(meshes[where])
-        port = mesh_ports.open_port(case, meshes[where])
-        calls = {name: watch.unwatched(getattr(port, name)) for name in ("build", "sample_ids", "backward")}
-        watch.start()
-        with watch.watching_full_tensor(), watch.set_paused(False):
-            verdict = answer(Port(port.mesh, **calls), reference)
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, (verdict, watch.largest, watch.gathered))
-        verdicts, largest, gathered = zip(*found, strict=True)
-        reports.append({"verdicts": list(verdicts), "largest": max(largest), "gathered": any(gathered)})
+        reports.append(try_port(answer, mesh_ports.open_port(case, meshes[where]), reference, watch, group))
         if problem_with(case, reference, reports[-1]):
             break
+    watch.end()
     return reports
 
 
@@ -153,15 +198,17 @@ def draw_cases(seed: int) -> list[Case]:
 
 def problem_with(case: Case, reference: Reference, report: dict) -> str:
     """Say what is wrong with the verdicts on a port, or with how they were found. Empty if nothing is."""
+    alone = "What a rank sees, the others don't know unless it tells them"
+    if doing := report.get("parted"):
+        rank = next(rank for rank, each in enumerate(doing) if each != doing[0])
+        return f"{case}: rank 0 {doing[0]}, and rank {rank} {doing[rank]}. {alone}"
     verdicts = report["verdicts"]
-    first = verdicts[0]
-    possible = ("none", *mesh_ports.FAULTS)
+    first, possible = verdicts[0], ("none", *mesh_ports.FAULTS)
     if unknown := [verdict for verdict in verdicts if verdict not in possible]:
         return f"{case}: you say {unknown[0]!r}, which is not one of {', '.join(map(repr, possible))}"
     if differing := [rank for rank, verdict in enumerate(verdicts) if verdict != first]:
         rank = differing[0]
-        said = f"rank 0 says {first!r}, and rank {rank} {verdicts[rank]!r}"
-        return f"{case}: {said}. What a rank sees, the others don't know unless it tells them"
+        return f"{case}: rank 0 says {first!r}, and rank {rank} {verdicts[rank]!r}. {alone}"
     if first != case.fault:
         hint = HINTS.get((case.fault, first), HINTS[case.fault])
         return f"{case}: you say {first!r}. {hint}"
