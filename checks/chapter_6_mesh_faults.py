@@ -27,7 +27,7 @@ HINTS = {
     "none": "Nothing is wrong with this port. What did you compare with what?",
     ("none", "samples"): "Which ranks of a mesh read different samples?",
     ("none", "weights"): "Which part of the reference's weight does this rank have?",
-    ("none", "heads"): "Each rank returns a share of the loss. Which shares make up the batch?",
+    ("none", "heads"): "Which ranks' shares make up the loss of the batch, and is the rest more than rounding?",
     "samples": "What a rank computes from wrong samples is wrong too, and can look like any other fault.",
     ("samples", "none"): "Whose list did you compare with whose? Each sample has one tensor group to read it.",
     "weights": "What a rank computes from wrong weights is wrong too.",

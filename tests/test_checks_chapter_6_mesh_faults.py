@@ -89,15 +89,15 @@ WEIGHTS = "if any_rank([error_of(each.detach(), reference.weights[name]) for nam
 WRONG = {
     "stub": (stub, "not done yet"),
     "each rank alone": (answer((AGREE, "")), "What a rank sees, the others don't know unless it tells them"),
-    "any rank's smallest": (answer(("ReduceOp.MAX", "ReduceOp.MIN")), "you say 'sum'. Which gradient is right even if"),
+    "any rank's smallest": (answer(("ReduceOp.MAX", "ReduceOp.MIN")), "computes from wrong weights is wrong too."),
     "overlap not seen": (answer((OVERLAP, "")), "can look like any other fault"),
     "only overlap": (answer(("any(of_group[group] != ids for group, ids in lists) or ", "")), "can look like"),
     "all lists differ": (
         answer(("for ids in of_group.values() for", "for _, ids in lists for")), "Which ranks of a mesh"),
     "weights not compared": (answer((WEIGHTS, "if False")), "What a rank computes from wrong weights is wrong too."),
-    "own share": (answer((SHARES, "")), "Which shares make up the batch?"),
-    "all shares": (answer((', group=port.mesh.get_group("data"))', ")")), "Which shares make up the batch?"),
-    "exactly equal": (answer(("errors > 1e-9", "errors > 0")), "Nothing is wrong with this port."),
+    "own share": (answer((SHARES, "")), "Which ranks' shares make up the loss of the batch"),
+    "all shares": (answer((', group=port.mesh.get_group("data"))', ")")), "Which ranks' shares make up the loss"),
+    "exactly equal": (answer(("errors > 1e-9", "errors > 0")), "is the rest more than rounding?"),
     "tolerant": (answer(("errors > 1e-9", "errors > 1")), "right here"),
     "no gradients": (answer(('"scale" if wrong.all() else "sum" if wrong.any() else "none"', '"none"')), "gradients?"),
     "any is scale": (answer(("if wrong.all() else", "if wrong.any() else")), "Some gradients are right here."),
@@ -108,9 +108,47 @@ WRONG = {
 RIGHT = [answer(), by_neighbors]
 
 
+def remembering(function: Callable, key: Callable) -> Callable:
+    """Return a function that calls `function` once for all arguments with the same key."""
+    known = {}
+
+    def call(*args: object) -> object:
+        if key(*args) not in known:
+            known[key(*args)] = function(*args)
+        return known[key(*args)]
+
+    return call
+
+
+def cheap(port: mesh_ports.Port) -> mesh_ports.Port:
+    """Return a port that builds its model and computes its gradients once, for all answers."""
+    built, computed = [], []
+
+    def build():
+        if not built:
+            built.append(port.build())
+        for parameter in built[0].parameters():
+            parameter.grad = None
+        return built[0]
+
+    def backward(model):
+        if not computed:
+            loss = port.backward(model)
+            computed.append((loss, [each.grad.detach().clone() for each in model.parameters()]))
+        loss, gradients = computed[0]
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.grad = gradient.clone()
+        return loss
+
+    return mesh_ports.Port(port.mesh, build, port.sample_ids, backward)
+
+
 def judge_all(answers: list, cases: list, references: list) -> tuple[list, list]:
     """Return, on this rank, the reports for each answer, and what each port computes."""
-    reports = []
+    new_mesh, open_port, reports = mesh_ports.new_mesh, mesh_ports.open_port, []
+    # This process ends with this function, so nothing has to be restored.
+    mesh_ports.new_mesh = remembering(new_mesh, lambda case, recipe: (case.data, recipe.places))
+    mesh_ports.open_port = remembering(lambda case, mesh: cheap(open_port(case, mesh)), lambda case, mesh: case)
     for each in answers:
         try:
             reports.append(mesh_faults.try_ports(each, cases, references))
