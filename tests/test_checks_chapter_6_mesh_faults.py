@@ -17,7 +17,9 @@ from checks import mesh_ports
 from shared import ranks
 
 SOLUTION = Path(__file__).parent.parent / "06-beyond-data-parallel/solutions/04_find_the_fault_in_a_mesh.ipynb"
-CASES = mesh_faults.draw_cases(3)
+DRAWN = mesh_faults.draw_cases(3)
+# The solution's notebook tries all of them; here, one form of each fault is enough.
+CASES = [*DRAWN[:6], *{(each.fault, each.tensor == 1): each for each in DRAWN[6:]}.values()]
 
 
 def answer(*changes: tuple[str, str]) -> Callable:
