@@ -56,7 +56,8 @@ def main() -> None:
 
     # [1] Before a worker starts, check everything that can be wrong.
     with distributed.fail_together():
-        sampling.check_divisible(args.batch_size, data_size(args, workers.num_processes(args.num_workers)))
+        num_groups = data_size(args, workers.num_processes(args.num_workers))
+        sampling.check_divisible(args.batch_size, num_groups, readers="tensor groups")
         run.open_or_resume(args.resume, driver)
         check_metrics_file(args.metrics_out)
         tasks.TextTask.load(args)

@@ -86,4 +86,5 @@ from checks.chapter_6_schedules import (  # noqa: F401
 )
 from checks.chapter_6_long_sequences import exercise_6_7a, exercise_6_7b  # noqa: F401
 from checks.chapter_6_experts import exercise_6_8a, exercise_6_8b  # noqa: F401
+from checks.chapter_6_mesh_faults import exercise_6_4a  # noqa: F401
 from checks.recordings import recorded  # noqa: F401

@@ -64,17 +64,20 @@ def rank_loader(
     )  # fmt: skip
 
 
-def check_divisible(global_batch_size: int, world_size: int, most: int = 0) -> None:
+def check_divisible(global_batch_size: int, world_size: int, most: int = 0, readers: str = "ranks") -> None:
     """Raise ValueError if a global batch is not divisible by `world_size`, with the nearest sizes that are.
 
     most: the world may grow to this size, and the batch must be divisible by every size up to it.
+    readers: what shares the batch, in the error's words.
     """
     multiple = math.lcm(*range(world_size, max(world_size, most) + 1))
     if global_batch_size % multiple:
         below = global_batch_size // multiple * multiple
         sizes = [str(size) for size in (below, below + multiple) if size > 0]
-        ranks = f"every number of ranks from {world_size} to {most}" if most > world_size else f"{world_size} ranks"
-        raise ValueError(f"global batch {global_batch_size} is not divisible by {ranks}; use {' or '.join(sizes)}")
+        size = f"{world_size} {readers}"
+        if most > world_size:
+            size = f"every number of {readers} from {world_size} to {most}"
+        raise ValueError(f"global batch {global_batch_size} is not divisible by {size}; use {' or '.join(sizes)}")
 
 
 def local_batch_size(global_batch_size: int, world_size: int) -> int:

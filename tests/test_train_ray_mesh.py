@@ -111,7 +111,8 @@ def test_a_killed_worker_of_a_tensor_group_is_replaced(on_cluster, tmp_path):
     (["--tensor-parallel", 3, "--num-workers", 6],
      "does not divide heads (4), width (128), vocabulary (256), context (64); possible here: 1, 2"),
     (["--tensor-parallel", 8, "--num-workers", 8], "does not divide heads (4); possible here: 1, 2, 4"),
-    (["--tensor-parallel", 2, "--num-workers", 4, "--batch-size", 3], "global batch 3 is not divisible by 2 ranks"),
+    (["--tensor-parallel", 2, "--num-workers", 4, "--batch-size", 3],
+     "global batch 3 is not divisible by 2 tensor groups"),
     (["--tensor-parallel", 0], "--tensor-parallel: '0' is not a whole number above 0"),
 ])  # fmt: skip
 def test_what_t_does_not_divide_is_refused_before_a_worker_starts(args, words, tmp_path, monkeypatch):
