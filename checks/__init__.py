@@ -78,4 +78,5 @@ from checks.chapter_6 import (  # noqa: F401
     exercise_6_3a,
     exercise_6_3b,
 )
+from checks.chapter_6_pipelines import exercise_6_5a, exercise_6_5b  # noqa: F401
 from checks.recordings import recorded  # noqa: F401

@@ -6,7 +6,7 @@ stage's input, and those of its weights. A forward pass takes one unit of time, 
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
@@ -130,4 +130,43 @@ def draw(rows: list[list[Placed]], title: str) -> Axes:
                       color="white", fontsize=8)  # fmt: skip
     axes.set(xlim=(0, last), ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
+    return axes
+
+
+def draw_together(
+    schedules: Mapping[str, list[list[Placed]]], title: str, units: Mapping[str, float] | None = None
+) -> Axes:
+    """Draw several schedules one under the other, on the same time axis. A box shows the microbatch.
+
+    schedules: the rows of each, by its name. units: how long a unit of a schedule is on the common axis (default 1).
+    The later stages of a rank are darker, as in `draw`.
+    """
+    units = {name: 1.0 for name in schedules} | dict(units or {})
+    ends = {name: units[name] * max(row[-1].end for row in rows) for name, rows in schedules.items()}
+    height = sum(len(rows) + 1.3 for rows in schedules.values())
+    axes = plots.new_axes(title, "time in units of one stage's forward pass", size=(8.6, 0.9 + 0.27 * height))
+    axes.grid(visible=False)
+    top, places, names = 0.0, [], []
+    for name, rows in schedules.items():
+        axes.text(0.1, top + 0.4, f"{name}: {ends[name]:.3g} units", fontsize=10, va="center")
+        for rank, row in enumerate(rows):
+            middle, stages = top + 1.3 + rank, sorted({placed.cell.stage for placed in row})
+            for start, end, cell in row:
+                shade = 0.55 + 0.45 * (stages.index(cell.stage) + 1) / len(stages)
+                left, width = start * units[name], (end - start) * units[name]
+                box = Rectangle((left, middle - 0.44), width, 0.88, facecolor=FILLS[cell.kind], edgecolor="white")
+                axes.add_patch(box).set_alpha(shade)
+                axes.text(left + width / 2, middle, str(cell.microbatch), ha="center", va="center", color="white",
+                          fontsize=7)  # fmt: skip
+            places.append(middle)
+            names.append(f"rank {rank}")
+        axes.plot([ends[name]] * 2, [top + 0.8, top + len(rows) + 0.8], color="black", linewidth=1.2, clip_on=False)
+        top += len(rows) + 1.3
+    labels = {"F": "forward", "B": "backward: whole, or its first half", "W": "backward: second half"}
+    if not any(placed.cell.kind == "W" for rows in schedules.values() for row in rows for placed in row):
+        labels = {"F": "forward", "B": "backward"}
+    patches = [Rectangle((0, 0), 1, 1, facecolor=FILLS[kind]) for kind in labels]
+    axes.figure.legend(patches, labels.values(), loc="outside lower center", ncols=len(labels), frameon=False)
+    axes.set(xlim=(0, max(ends.values())), ylim=(top, 0))
+    axes.set_yticks(places, names)
     return axes
