@@ -1,6 +1,8 @@
 """Lesson 6.5: the four schedules on drawn sizes, and the checks of its exercises."""
 
+import functools
 import random
+import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,6 +10,7 @@ import pytest
 from answers import cell, judge, stub
 
 import checks
+from checks import chapter_6_pipelines, machinery
 from shared import models, ranks, schedules
 
 CHAPTER = Path(__file__).parent.parent / "06-beyond-data-parallel"
@@ -56,6 +59,50 @@ def test_idle_share_and_live_activations_of_the_four_schedules_are_those_of_the_
         table, rows = names["on_clock"](results)
         assert schedules.idle_share(rows) == pytest.approx(share, abs=1e-12), name
         assert schedules.most_live(table) == live, name
+
+
+# --- launches ---------------------------------------------------------------------------------------------------------
+
+ENDING: list[Callable] = []  # the answers with which the ranks end by themselves: they can share a launch
+
+
+def ends(answer: Callable) -> Callable:
+    ENDING.append(answer)
+    return answer
+
+
+@functools.cache
+def reports_of_all(function: Callable, num_ranks: int, sizes: tuple[int, ...]) -> list[list]:
+    """What each rank reports for each answer of the exercise that ends, in one launch."""
+    kind = type if function is chapter_6_pipelines.try_tied else types.FunctionType
+    answers, options = [answer for answer in ENDING if isinstance(answer, kind)], [list(sizes)] * bool(sizes)
+    return list(zip(*ranks.run(lambda: [function(answer, *options) for answer in answers], num_ranks), strict=True))
+
+
+@functools.cache
+def on_ranks_once(function: Callable, num_ranks: int, answer: Callable, sizes: tuple[int, ...]) -> list | Exception:
+    """What the check's on_ranks returns or raises."""
+    if answer in ENDING:
+        answers = [each for each in ENDING if isinstance(each, type) == isinstance(answer, type)]
+        return list(reports_of_all(function, num_ranks, sizes)[answers.index(answer)])
+    try:
+        return machinery.on_ranks(function, num_ranks, answer, *[list(sizes)] * bool(sizes))
+    except (NotImplementedError, machinery.Wrong) as error:
+        return error
+
+
+@pytest.fixture
+def in_shared_launches(monkeypatch) -> Callable:
+    """Let the check find what the ranks have reported before."""
+
+    def on_ranks(function, num_ranks, answer, sizes=()):
+        found = on_ranks_once(function, num_ranks, answer, tuple(sizes))
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(chapter_6_pipelines, "on_ranks", on_ranks)
+    return lambda answer: answer
 
 
 # --- 6.5a: 1F1B with sends that block --------------------------------------------------------------------------------
@@ -135,18 +182,20 @@ def even_ranks_send_first(pipe):
 
 
 BACKWARD = "        pipe.compute_backward(i)\n"
-test_6_5a = judge(checks.exercise_6_5a, [order(), even_ranks_send_first], {
+ONE_MORE = ("pipe.num_ranks - 1 - pipe.rank", "pipe.num_ranks - pipe.rank")
+DROPPED = (BACKWARD, "        if pipe.rank == 0 and i == last - 1:\n            return\n" + BACKWARD)
+TOO_MANY = ("if following + 1 < last:", "if following < last:")
+LATE = ("    if ahead < last:\n        pipe.receive_input(ahead)\n", "")
+test_6_5a = judge(checks.exercise_6_5a, [ends(order()), ends(even_ranks_send_first)], {
     "stub": (stub, "not done yet"),
-    "as in the lesson": (lessons_order, "the ranks hang; rank 0 waits in send_output"),
-    "one input too many": (order(("if following + 1 < last:", "if following < last:")), "there are the microbatches"),
-    "all first": (all_forward_first, "rank 0 holds 4 live forward passes at once; 1F1B holds 2. Receiving"),
-    "one more ahead": (order(("pipe.num_ranks - 1 - pipe.rank", "pipe.num_ranks - pipe.rank")), "rank 0 holds 3 live"),
-    "one by one": (one_after_the_other, "leave ranks idle for 12 units; those of 1F1B for 3"),
-    "a gradient dropped": (order(
-        (BACKWARD, "        if pipe.rank == 0 and i == last - 1:\n            return\n" + BACKWARD),
-    ), "rank 0 has not computed 0B3"),
-    "received late": (order(("    if ahead < last:\n        pipe.receive_input(ahead)\n", "")), "is called before"),
-})  # fmt: skip
+    "as in the lesson": (lessons_order, "the ranks hang:; rank 0 waits in send_output"),
+    "one input too many": (order(TOO_MANY), "there are the microbatches"),
+    "all first": (ends(all_forward_first), "rank 0 holds 4 live forward passes at once; 1F1B holds 2. Receiving"),
+    "one more ahead": (ends(order(ONE_MORE)), "rank 0 holds 3 live"),
+    "one by one": (ends(one_after_the_other), "leave ranks idle for 12 units; those of 1F1B for 3"),
+    "a gradient dropped": (ends(order(DROPPED)), "rank 0 has not computed 0B3"),
+    "received late": (order(LATE), "is called before"),
+}, prepare="in_shared_launches")  # fmt: skip
 
 
 # --- 6.5b: tied embeddings -------------------------------------------------------------------------------------------
@@ -157,21 +206,18 @@ def tied(*changes: tuple[str, str]) -> type:
 
 
 REDUCE, CAST = "dist.all_reduce(self.table.grad, group=self.group)", "dist.broadcast(table.data, 0, group=self.group)"
-test_6_5b = judge(checks.exercise_6_5b, [tied()], {
+ALL_OF_THEM = (
+    f"        if self.table is not None:\n            {REDUCE}",
+    "        part = torch.zeros(7, 4).double() if self.table is None else self.table.grad\n"
+    "        dist.all_reduce(part)",
+)
+test_6_5b = judge(checks.exercise_6_5b, [ends(tied())], {
     "stub": (stub, "not done yet"),
-    "not summed": (tied((REDUCE, "pass")), "the gradient of rank 0's table is that of its own use alone"),
-    "mean": (tied((REDUCE, f"{REDUCE}; self.table.grad /= 2")), "the gradient of rank 0's table is 0.50 times"),
-    "own values": (tied((CAST, "pass")), "the table of rank 1 is wrong before the first step. Both copies start"),
-    "the last one's values": (tied((CAST, CAST.replace("0,", "dist.get_world_size() - 1,"))), "the table of rank 0 is"),
-    "sent one way": (tied((REDUCE, REDUCE.replace("all_reduce(self.table.grad,", "reduce(self.table.grad, 0,"))),
-                     "the gradient of rank 1's table is that of its own use alone"),
-    "everybody": (tied((
-        f"        if self.table is not None:\n            {REDUCE}",
-        "        part = torch.zeros(7, 4).double() if self.table is None else self.table.grad\n"
-        "        dist.all_reduce(part)",
-    )), "rank 1 takes part in 3 operations of sum_gradients. It has no copy"),
-    "a group of its members": (tied((
-        "self.group = dist.new_group([0, dist.get_world_size() - 1])",
-        "self.group = dist.new_group([0, dist.get_world_size() - 1]) if table is not None else None",
-    )), "on 4 ranks"),
-})  # fmt: skip
+    "not summed": (ends(tied((REDUCE, "pass"))), "the gradient of rank 0's table is that of its own use alone"),
+    "mean": (ends(tied((REDUCE, f"{REDUCE}; self.table.grad /= 2"))), "the gradient of rank 0's table is 0.50 times"),
+    "own values": (ends(tied((CAST, "pass"))), "the table of rank 1 is wrong before the first step. Both copies start"),
+    "the last one's values": (
+        ends(tied((CAST, CAST.replace("0,", "dist.get_world_size() - 1,")))), "the table of rank 0 is wrong before"),
+    "summed twice": (ends(tied((REDUCE, f"{REDUCE}; {REDUCE}"))), "the gradient of rank 0's table is 2.00 times"),
+    "everybody": (ends(tied(ALL_OF_THEM)), "rank 1 takes part in 3 operations of sum_gradients. It has no copy"),
+}, prepare="in_shared_launches")  # fmt: skip
