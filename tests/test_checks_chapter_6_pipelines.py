@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pytest
 from answers import cell, judge, stub
 
@@ -59,6 +60,18 @@ def test_idle_share_and_live_activations_of_the_four_schedules_are_those_of_the_
         table, rows = names["on_clock"](results)
         assert schedules.idle_share(rows) == pytest.approx(share, abs=1e-12), name
         assert schedules.most_live(table) == live, name
+
+
+def test_schedules_drawn_together_share_one_axis_and_show_every_recorded_cell():
+    whole = schedules.timeline(schedules.read(["0F0 0B0", "1F0 1B0"]))
+    halves = schedules.timeline(schedules.read(["0F0 2F0 2B0 0B0", "1F0 3F0 3B0 1B0"]))
+    axes = schedules.draw_together({"whole": whole, "halves": halves}, "", {"halves": 0.5})
+    boxes = [(patch.get_x(), patch.get_width(), patch.get_y()) for patch in axes.patches]
+    assert len(boxes) == 4 + 8
+    assert sum(width for _, width, _ in boxes[:4]) == sum(width for _, width, _ in boxes[4:]) == 6  # the same work
+    assert max(left + width for left, width, _ in boxes) == axes.get_xlim()[1] == 6
+    assert len({middle for *_, middle in boxes}) == 4 == len(axes.get_yticks())
+    plt.close(axes.figure)
 
 
 # --- launches ---------------------------------------------------------------------------------------------------------
