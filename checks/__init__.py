@@ -78,13 +78,14 @@ from checks.chapter_6 import (  # noqa: F401
     exercise_6_3a,
     exercise_6_3b,
 )
+from checks.chapter_6_experts import exercise_6_8a, exercise_6_8b  # noqa: F401
+from checks.chapter_6_long_sequences import exercise_6_7a, exercise_6_7b  # noqa: F401
+from checks.chapter_6_mesh_faults import exercise_6_4a  # noqa: F401
+from checks.chapter_6_pipelines import exercise_6_5a, exercise_6_5b  # noqa: F401
 from checks.chapter_6_schedules import (  # noqa: F401
     exercise_6_6a,
     exercise_6_6b,
     exercise_6_6c,
     exercise_6_6d,
 )
-from checks.chapter_6_long_sequences import exercise_6_7a, exercise_6_7b  # noqa: F401
-from checks.chapter_6_experts import exercise_6_8a, exercise_6_8b  # noqa: F401
-from checks.chapter_6_mesh_faults import exercise_6_4a  # noqa: F401
 from checks.recordings import recorded  # noqa: F401

@@ -263,13 +263,8 @@ def draw_together(
             for start, end, cell in row:
                 shade = 0.55 + 0.45 * (stages.index(cell.stage) + 1) / len(stages)
                 left, width = start * units[name], (end - start) * units[name]
-                box = Rectangle(
-                    (left, middle - 0.44),
-                    width,
-                    0.88,
-                    facecolor=plots.COLORS[COLOR_NUMBERS[cell.kind]],
-                    edgecolor="white",
-                )
+                color = plots.COLORS[COLOR_NUMBERS[cell.kind]]
+                box = Rectangle((left, middle - 0.44), width, 0.88, facecolor=color, edgecolor="white")
                 axes.add_patch(box).set_alpha(shade)
                 axes.text(left + width / 2, middle, str(cell.microbatch), ha="center", va="center", color="white",
                           fontsize=7)  # fmt: skip
@@ -285,6 +280,3 @@ def draw_together(
     axes.set(xlim=(0, max(ends.values())), ylim=(top, 0))
     axes.set_yticks(places, names)
     return axes
-
-
-read, draw = read_table, draw_rows  # their names until lesson 6.5 uses the new ones
