@@ -80,7 +80,8 @@ def on_ranks(function: Callable, num_ranks: int, *args: object) -> list:
     except ranks.RanksFailed as error:
         if "NotImplementedError" in str(error):
             raise NotImplementedError from None
-        raise Wrong(f"on {num_ranks} ranks, {'; '.join(map(str.strip, str(error).splitlines()))}") from None
+        said = "; ".join(map(str.strip, str(error).splitlines())).replace(":; ", ": ")
+        raise Wrong(f"on {num_ranks} ranks, {said}") from None
 
 
 def probe(name: str) -> Path:

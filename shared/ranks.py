@@ -33,8 +33,8 @@ import torch.distributed as dist
 
 PRELOADED = ["shared.ranks", "torch._dynamo", "torch.distributed.tensor"]  # torch.optim imports torch._dynamo late
 QUIET_S = 10  # if no rank has used a processor for this long, they all wait
-POLLING_S = 0.05  # what gloo's threads may use of it, because they look for messages every 10 ms
 CAUSE_S = 1  # the same, once a rank has failed
+POLLING = 0.04  # the share of a processor that waiting may take: gloo's threads look for messages every 10 ms
 ANSWER_S = 5  # for a rank that hangs to write down where
 
 
@@ -132,11 +132,12 @@ def wait_for_ranks(ranks: list[BaseProcess], folder: Path, limit_s: float) -> st
     deadline, used, changed = time.monotonic() + limit_s, [0.0] * len(ranks), time.monotonic()
     while any(rank.is_alive() for rank in ranks):
         now = [processor_seconds(rank.pid) for rank in ranks]
-        if max(abs(a - b) for a, b in zip(now, used, strict=True)) > POLLING_S:
-            used, changed = now, time.monotonic()
         failed = any(rank.exitcode for rank in ranks)
+        quiet_s = CAUSE_S if failed else QUIET_S
+        if max(abs(a - b) for a, b in zip(now, used, strict=True)) > POLLING * quiet_s:
+            used, changed = now, time.monotonic()
         # The first failure that we see need not be the cause, so the other ranks have a moment to fail too.
-        if time.monotonic() > deadline or time.monotonic() - changed > (CAUSE_S if failed else QUIET_S):
+        if time.monotonic() > deadline or time.monotonic() - changed > quiet_s:
             if not failed:
                 return "\n".join(
                     ["the ranks hang:", *(f"  {describe_wait(*each, folder)}" for each in enumerate(ranks))]
@@ -187,6 +188,8 @@ def first_error(ranks: list[BaseProcess], folder: Path) -> str:
         if (rank.exitcode or 0) < 0 and not causes:
             aborted = ". Gloo aborts a rank that receives more than it expects" * (rank.exitcode == -signal.SIGABRT)
             return f"rank {number} was ended by {signal.Signals(-rank.exitcode).name}{aborted}"
+    if not errors:
+        return "the ranks ended before they called it. In a script, call run under `if __name__ == '__main__':`"
     _, message, calls, _ = (causes or errors)[0]
     number = min(int(rank) for _, said, _, rank in errors if said == message)  # often all ranks fail in the same way
     return f"rank {number}: {message}" + (f"\n  in {own_line(calls)}" if own_line(calls) else "")

@@ -100,6 +100,28 @@ def test_ranks_that_do_not_end_are_ended_at_the_limit():
         ranks.run(compute_forever, 1, limit_s=8)
 
 
+def wait_in_one_of_many_groups():
+    groups = [dist.new_group() for _ in range(12)]  # each has a thread that looks for messages
+    for group in groups:
+        dist.barrier(group)
+    if dist.get_rank() == 0:
+        dist.barrier(groups[0])
+
+
+def test_a_hang_is_seen_before_the_limit_with_many_groups_too():
+    started = time.monotonic()
+    with pytest.raises(ranks.RanksFailed, match="rank 0 waits in wait_in_one_of_many_groups"):
+        ranks.run(wait_in_one_of_many_groups, 2, limit_s=600)
+    assert time.monotonic() - started < 300
+
+
+def test_a_script_without_a_guard_is_told_so(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("from shared import ranks\nranks.run(print, 2)\n")
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True)
+    assert done.returncode == 1 and "call run under `if __name__ == '__main__':`" in done.stderr
+
+
 def test_a_rank_may_have_processes_of_its_own():
     def load():
         data = torch.utils.data.DataLoader(range(8), batch_size=4, num_workers=1)
