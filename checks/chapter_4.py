@@ -547,7 +547,7 @@ def exercise_4_6b(diagnose: Callable[[], dict[str, int | None]]) -> None:
 # --- Lesson 4.7: lose a replica --------------------------------------------------------------------------------------
 
 
-@exercise("4.7a", "each step counts once, and the result is that of one process.")
+@exercise("4.7a", "each step counts once, and the result is the same as with one process.")
 def exercise_4_7a(trial: Callable[[], tuple[list[float], list[dict]]]) -> str:
     """trial() -> (losses of one process, the notes of replicas of which "b" was killed and returned)."""
     losses, lines = trial()
