@@ -311,6 +311,10 @@ def open_all(function: Callable, cases: list[Case], references: list[Reference])
 
 
 def run(function: Callable, *cases: Case) -> list[list]:
-    """Call `function(port, reference)` on four ranks, and return for each case what it returned, in rank order."""
-    results = ranks.run(open_all, NUM_RANKS, function, list(cases), [reference_of(case) for case in cases])
+    """Call `function(port, reference)` on four ranks, and return for each case what it returned, in rank order.
+
+    Raises RanksFailed as ranks.run does, for a hang after a minute or a little more.
+    """
+    references, limit_s = [reference_of(case) for case in cases], 60 + 5 * len(cases)
+    results = ranks.run(open_all, NUM_RANKS, function, list(cases), references, limit_s=limit_s)
     return [list(of_case) for of_case in zip(*results, strict=True)]
