@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from checks.machinery import Wrong, exercise, on_ranks
-from shared import measure
+from shared import measure, schedules
 
 WIDTH, SAMPLES = 4, 3
 
@@ -117,8 +117,6 @@ def exercise_6_5a(answer: Callable) -> None:
 
 def judge_order(num_ranks: int, num_microbatches: int, reports: list[tuple]) -> None:
     """Raise Wrong unless the ranks computed in the order of 1F1B, and their gradients are right."""
-    from shared import schedules  # it imports matplotlib, which every rank of every check would load
-
     where = f"with {num_ranks} ranks and {num_microbatches} microbatches,"
     for rank, (record, _) in enumerate(reports):
         names = [f"{rank}{kind}{i}" for kind in "FB" for i in range(num_microbatches)]
