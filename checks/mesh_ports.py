@@ -74,10 +74,13 @@ class Port:
     """A model on a mesh, on this rank.
 
     mesh: a DeviceMesh with the dimensions `data` and `tensor`.
+
     build(): returns a new model. Its parameters are DTensors.
+
     sample_ids(): returns the numbers of the samples that this rank reads, in this order.
+
     backward(model): computes the gradients from these samples. Returns this rank's share of the mean loss: the sum of
-        its samples' losses, divided by the number of samples in the whole batch. Call it once for each model.
+    its samples' losses, divided by the number of samples in the whole batch. Call it once for each model.
     """
 
     mesh: DeviceMesh
