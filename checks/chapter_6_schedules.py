@@ -82,18 +82,22 @@ def listed(numbers: Sequence[int]) -> str:
 
 
 def longest_gap(rows: list[list[schedules.Placed]]) -> str:
-    """Name the longest time in which a rank idles between two of its cells, and what it waits for."""
+    """Name the longest time in which a rank idles between two of its cells, and what it waits for.
+
+    The wait for a rank's first gradient is named only if there is no other: the best orders of the puzzles have it too.
+    """
     cells = {placed.cell: placed for row in rows for placed in row}
     num_stages = 1 + max(cell.stage for cell in cells)
-    gaps = [(second.start - first.end, rank, first, second)
-        for rank, row in enumerate(rows) for first, second in pairwise(row)]  # fmt: skip
-    length, rank, first, second = max(gaps, key=lambda gap: gap[0])
+    gaps = []
+    for rank, row in enumerate(rows):
+        first_gradient = next(placed for placed in row if placed.cell.kind != "F")
+        gaps += [(second is not first_gradient and second.start > first.end, second.start - first.end, second.start,
+                  rank, second.cell) for first, second in pairwise(row)]  # fmt: skip
+    _, length, end, rank, cell = max(gaps)
     if not length:
         return "None of them idles between two cells: look at when each rank starts and ends"
-    needed = max(schedules.needs(second.cell, set(cells), num_stages), key=lambda cell: cells[cell].end)
-    return (
-        f"The longest gap: rank {rank} idles from {first.end} to {second.start}, because {second.cell} needs {needed}"
-    )
+    needed = max(schedules.needs(cell, set(cells), num_stages), key=lambda cell: cells[cell].end)
+    return f"A long gap: rank {rank} idles from {end - length} to {end}, because {cell} needs {needed}"
 
 
 def first_above(row: list[schedules.Cell], limit: int) -> schedules.Cell:

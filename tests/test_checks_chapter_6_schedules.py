@@ -4,6 +4,7 @@ import contextlib
 import functools
 import io
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,8 +86,8 @@ def one_at_a_time():
 
 test_6_6a = judge(checks.exercise_6_6a, [a(), b()], {
     "stub": (stub, "not done yet"),
-    "one at a time": (one_at_a_time, "the ranks idle 24, 24, 24 units, and 6 is possible. The longest gap: rank 0"),
-    "last in reverse": (a(("2B0 2B1 2B2 2B3", "2B3 2B2 2B1 2B0")), "The longest gap: rank 0 idles from 4 to "),
+    "one at a time": (one_at_a_time, "the ranks idle and 6 is possible. A long gap: rank 0 idles from 28"),
+    "last in reverse": (a(("2B0 2B1 2B2 2B3", "2B3 2B2 2B1 2B0")), "A long gap: rank 0 idles from "),
     "hangs": (a(("0F3 0B0", "0B0 0F3"), ("1F3 1B0", "1B0 1F3"), ("2F2 2F3", "2F3 2F2")),
               "in a circle: rank 1 waits for rank 2: 1B0 needs 2B0, and rank 2 waits for rank 1: 2F3 needs 1F3"),
     "a cell is missing": (a((" 1B3", "")), "no rank has started: 1B3 is missing"),
@@ -154,9 +155,16 @@ test_6_6c = judge(checks.exercise_6_6c, [c()], {
 
 # --- 6.6d: with halves -----------------------------------------------------------------------------------------------
 
+
+def in_halves():
+    """1F1B with an I and a W for every B. Its longest gap is in the best order too: rank 0, from 3 to 5."""
+    return [re.sub(r"(\d)B(\d)", r"\1I\2 \1W\2", row) for row in b()()]
+
+
 test_6_6d = judge(checks.exercise_6_6d, [d()], {
     "stub": (stub, "not done yet"),
     "1F1B": (b(), "the ranks idle 6, 6, 6 units, and 2 is possible"),
+    "1F1B in halves": (in_halves, "rank 0 idles from 13 to 14, because 0I3 needs 1I3"),  # not its gap from 3 to 5
     "both halves at once": (d(("2I1 2F2 2I2 2W0 2F3 2I3 2W1", "2I1 2W0 2F2 2I2 2W1 2F3 2I3")),
                             "the ranks idle 3, 3, 3 units, and 2 is possible"),
     "weights last": (d(("2W0 2F3 2I3", "2F3 2I3 2W0")), "rank 2 keeps 4 forward passes at once, and may keep 3. 2F3"),
