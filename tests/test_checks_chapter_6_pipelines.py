@@ -201,7 +201,7 @@ TOO_MANY = ("if following + 1 < last:", "if following < last:")
 LATE = ("    if ahead < last:\n        pipe.receive_input(ahead)\n", "")
 test_6_5a = judge(checks.exercise_6_5a, [ends(order()), ends(even_ranks_send_first)], {
     "stub": (stub, "not done yet"),
-    "as in the lesson": (lessons_order, "the ranks hang:; rank 0 waits in send_output"),
+    "as in the lesson": (lessons_order, "the ranks hang: rank 0 waits in send_output"),
     "one input too many": (order(TOO_MANY), "there are the microbatches"),
     "all first": (ends(all_forward_first), "rank 0 holds 4 live forward passes at once; 1F1B holds 2. Receiving"),
     "one more ahead": (ends(order(ONE_MORE)), "rank 0 holds 3 live"),
