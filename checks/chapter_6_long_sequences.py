@@ -1,6 +1,6 @@
 """The exercise checks of lesson 6.7: long sequences."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -108,20 +108,6 @@ def exercise_6_7a(answer: Callable) -> None:
                 judge_masks(masks, expected, own, others, where)
 
 
-class Sent(measure.Traffic):
-    """Count what this rank sends, also for parts of different sizes."""
-
-    def __torch_dispatch__(
-        self, func: Callable, types: Iterable[type], args: tuple = (), kwargs: Mapping | None = None
-    ):
-        if func.namespace != "c10d" or "alltoall_base" not in func._schema.name:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        whole, splits, rank = args[1], args[4], dist.get_rank()
-        kept = splits[rank] / max(sum(splits), 1) if splits else 1 / dist.get_world_size()
-        self.sent["alltoall"] += round(whole.nbytes * (1 - kept))
-        return func(*args, **kwargs or {})
-
-
 def queries_keys_values(heads: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return queries, keys and values of the window (3, batch, heads, tokens, 4), and a gradient of the result."""
     generator = torch.Generator().manual_seed(heads)
@@ -135,12 +121,12 @@ def try_ulysses(answer: Callable, all_heads: list[int]) -> dict:
     for heads in all_heads:
         drawn, upstream = queries_keys_values(heads)
         inputs = [tensor[:, :, own].clone().requires_grad_() for tensor in drawn]
-        with Sent() as sent:
+        with measure.Traffic() as traffic:
             result = answer(*inputs)
             if result.shape == inputs[0].shape and result.requires_grad:
                 (result * upstream[:, :, own]).sum().backward()
         gradients = [tensor.grad for tensor in inputs]
-        found[heads] = {"out": result.detach(), "gradients": gradients, "sent": sum(sent.sent.values())}
+        found[heads] = {"out": result.detach(), "gradients": gradients, "sent": sum(traffic.sent.values())}
     return found
 
 

@@ -77,12 +77,13 @@ class PeakMemory:
 
 
 class Traffic(TorchDispatchMode):
-    """Count the collectives that start inside this context, and the bytes that this rank sends for them.
+    """Count the collectives and messages that start inside this context, and the bytes that this rank sends for them.
 
-    It sees the collectives that pass through PyTorch's dispatcher under the namespace `c10d`: those of DDP, FSDP2 and
-    DeepSpeed, but not DTensor's functional collectives, as in `full_tensor`. The bytes are those of a ring: (N-1)/N of
-    the whole tensor for an all-gather, a reduce-scatter or a reduce, and twice that for an all-reduce.
-    For a reduce this is the average over the ranks, because all of them except the owner send.
+    It sees those that pass through PyTorch's dispatcher under the namespace `c10d`: those of DDP, FSDP2 and
+    DeepSpeed, but not DTensor's functional collectives, as in `full_tensor`. The bytes are those of a ring over the N
+    ranks of the collective's group: (N-1)/N of the whole tensor for an all-gather, a reduce-scatter or a reduce, and
+    twice that for an all-reduce. For a reduce this is the average over the ranks, because all of them except the owner
+    send. An all-to-all counts what leaves the rank, also with parts of different sizes. A receive counts nothing.
 
     calls: how often each collective was called, by its name.
     sent: bytes sent, by the name of the collective.
@@ -97,13 +98,22 @@ class Traffic(TorchDispatchMode):
     ):
         if func.namespace == "c10d" and "barrier" not in func._schema.name:
             name = func._schema.name.removeprefix("c10d::").strip("_").removesuffix("_base")
-            # Of output and input, the larger one is the whole tensor.
-            sides = args[:2] if name in ("allgather", "reduce_scatter") else args[:1]
-            tensors = [[leaf for leaf in tree_leaves(side) if torch.is_tensor(leaf)] for side in sides]
-            whole = max(sum(tensor.nbytes for tensor in side) for side in tensors)
-            size = torch.distributed.get_world_size()
+            named = dict(zip([argument.name for argument in func._schema.arguments], args, strict=False))
+            group = torch.distributed.ProcessGroup.unbox(named["process_group"])
+            tensors = [[leaf for leaf in tree_leaves(side) if torch.is_tensor(leaf)] for side in args[:2]]
+            output, other = (sum(tensor.nbytes for tensor in side) for side in tensors)
+            share = (group.size() - 1) / group.size()
+            if name == "allreduce":
+                sent = 2 * share * output
+            elif name in ("allgather", "reduce_scatter"):  # of output and input, the larger one is the whole tensor
+                sent = share * max(output, other)
+            elif name == "alltoall":
+                parts = named.get("input_split_sizes")
+                sent = other * (1 - parts[group.rank()] / max(sum(parts), 1) if parts else share)
+            else:
+                sent = {"send": 1, "recv": 0, "recv_any_source": 0}.get(name, share) * output
             self.calls[name] += 1
-            self.sent[name] += round(whole * (size - 1) / size * (2 if name == "allreduce" else 1))
+            self.sent[name] += round(sent)
         return func(*args, **kwargs or {})
 
 

@@ -6,9 +6,10 @@ import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from shared import measure, models
+from shared import measure, models, ranks
 
 
 def test_a_storage_is_counted_once_and_whole():
@@ -78,3 +79,34 @@ def test_bytes_sent_over_tcp_are_counted_by_the_kernel():
         connection.close()
         assert measure.tcp_bytes_sent() - before == len(message)
         client.sendall(b"")  # counting has left the connection open
+
+
+def sent_on_this_rank() -> list[dict[str, int]]:
+    """Return the bytes that this one of four ranks sends in each operation, by its name."""
+    pairs, _ = dist.new_subgroups(group_size=2)
+    rank, x = dist.get_rank(), torch.ones(4)
+    operations = [
+        lambda: dist.all_reduce(x),
+        lambda: dist.all_reduce(x, group=pairs),
+        lambda: dist.all_gather_into_tensor(torch.empty(16), x),
+        lambda: dist.reduce_scatter_tensor(torch.empty(1), x),
+        lambda: dist.all_to_all_single(torch.empty(4), x),
+        lambda: dist.all_to_all_single(torch.empty(4 * rank), torch.ones(6), [rank] * 4, [0, 1, 2, 3]),
+        lambda: dist.send(x, 1) if rank == 0 else dist.recv(x, 0) if rank == 1 else None,
+        dist.barrier,
+    ]
+    sent = []
+    for operation in operations:
+        with measure.Traffic() as traffic:
+            operation()
+        sent.append(dict(traffic.sent))
+    return sent
+
+
+def test_traffic_goes_by_the_group_the_parts_and_the_direction():
+    """A tensor of four float32 numbers has 16 bytes."""
+    for rank, sent in enumerate(ranks.run(sent_on_this_rank, 4)):
+        assert sent[:2] == [{"allreduce": 24}, {"allreduce": 16}]
+        assert sent[2:5] == [{"allgather": 48}, {"reduce_scatter": 12}, {"alltoall": 12}]
+        assert sent[5] == {"alltoall": 4 * (6 - rank)}  # all except what it keeps
+        assert sent[6:] == [{0: {"send": 16}, 1: {"recv": 0}}.get(rank, {}), {}]
