@@ -189,7 +189,9 @@ def first_error(ranks: list[BaseProcess], folder: Path) -> str:
             aborted = ". Gloo aborts a rank that receives more than it expects" * (rank.exitcode == -signal.SIGABRT)
             return f"rank {number} was ended by {signal.Signals(-rank.exitcode).name}{aborted}"
     if not errors:
-        return "the ranks ended before they called it. In a script, call run under `if __name__ == '__main__':`"
+        number, rank = next((number, rank) for number, rank in enumerate(ranks) if rank.exitcode)
+        ended = f"rank {number} ended with exit code {rank.exitcode}, without an error of your function"
+        return f"{ended}. In a script, call run under `if __name__ == '__main__':`"
     _, message, calls, _ = (causes or errors)[0]
     number = min(int(rank) for _, said, _, rank in errors if said == message)  # often all ranks fail in the same way
     return f"rank {number}: {message}" + (f"\n  in {own_line(calls)}" if own_line(calls) else "")

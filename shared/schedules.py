@@ -179,27 +179,36 @@ def label(cell: Cell, stages: Collection[int]) -> str:
     return str(cell) if len(stages) > 1 else f"{cell.kind}{cell.microbatch}"
 
 
+def add_boxes(axes: "Axes", row: list[Placed], middle: float, unit: float, fontsize: int, texts: Sequence[str]) -> None:
+    """Draw a box with a text for each cell of a row, centered at `middle`. The later stages of the row are darker."""
+    from matplotlib.patches import Rectangle
+
+    from shared import plots
+
+    stages = sorted({placed.cell.stage for placed in row})
+    for (start, end, cell), text in zip(row, texts, strict=True):
+        color, shade = (
+            plots.COLORS[COLOR_NUMBERS[cell.kind]],
+            0.55 + 0.45 * (stages.index(cell.stage) + 1) / len(stages),
+        )
+        box = Rectangle((start * unit, middle - 0.43), (end - start) * unit, 0.86, facecolor=color, edgecolor="white")
+        axes.add_patch(box).set_alpha(shade)
+        axes.text((start + end) / 2 * unit, middle, text, ha="center", va="center", color="white", fontsize=fontsize)
+
+
 def draw_rows(rows: list[list[Placed]], title: str) -> "Axes":
     """Draw the rows over time. A box shows the cell, without the stage if each rank has only one.
 
     With several stages on a rank, the later ones are darker.
     """
-    from matplotlib.patches import Rectangle
-
     from shared import plots
 
     last = last_end(rows)
     axes = plots.new_axes(title, "time in units of one forward pass", size=(0.9 + 0.36 * last, 0.9 + 0.42 * len(rows)))
     axes.grid(visible=False)
     for rank, row in enumerate(rows):
-        stages = sorted({placed.cell.stage for placed in row})
-        for start, end, cell in row:
-            shade = 0.55 + 0.45 * (stages.index(cell.stage) + 1) / len(stages)
-            box = Rectangle((start, rank - 0.42), end - start, 0.84, edgecolor="white",
-                            facecolor=plots.COLORS[COLOR_NUMBERS[cell.kind]])  # fmt: skip
-            axes.add_patch(box).set_alpha(shade)
-            axes.text((start + end) / 2, rank, label(cell, stages), ha="center", va="center",
-                      color="white", fontsize=8)  # fmt: skip
+        stages = {placed.cell.stage for placed in row}
+        add_boxes(axes, row, rank, 1, 8, [label(placed.cell, stages) for placed in row])
     axes.set(xlim=(0, last), ylim=(len(rows) - 0.5, -0.5))
     axes.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
     return axes
@@ -259,16 +268,8 @@ def draw_together(
     for name, rows in schedules.items():
         axes.text(0.1, top + 0.4, f"{name}: {ends[name]:.3g} units", fontsize=10, va="center")
         for rank, row in enumerate(rows):
-            middle, stages = top + 1.3 + rank, sorted({placed.cell.stage for placed in row})
-            for start, end, cell in row:
-                shade = 0.55 + 0.45 * (stages.index(cell.stage) + 1) / len(stages)
-                left, width = start * units[name], (end - start) * units[name]
-                color = plots.COLORS[COLOR_NUMBERS[cell.kind]]
-                box = Rectangle((left, middle - 0.44), width, 0.88, facecolor=color, edgecolor="white")
-                axes.add_patch(box).set_alpha(shade)
-                axes.text(left + width / 2, middle, str(cell.microbatch), ha="center", va="center", color="white",
-                          fontsize=7)  # fmt: skip
-            places.append(middle)
+            places.append(top + 1.3 + rank)
+            add_boxes(axes, row, places[-1], units[name], 7, [str(placed.cell.microbatch) for placed in row])
             names.append(f"rank {rank}")
         axes.plot([ends[name]] * 2, [top + 0.8, top + len(rows) + 0.8], color="black", linewidth=1.2, clip_on=False)
         top += len(rows) + 1.3
