@@ -38,7 +38,7 @@ def judge(answer: tuple[Callable, Callable, Callable], goal: Goal) -> str:
     compare(outcome, goal)
     last = [cell.microbatch for row in outcome.done for cell in row if (cell.stage, cell.kind) == (num_stages - 1, "F")]
     if last != sorted(last):  # section 4 of the lesson shows what happens then
-        return "PyTorch's runtime would compute wrong gradients: the last stage takes the microbatches out of turn."
+        return "Not run in PyTorch, which needs the last stage's forward passes in the order of the microbatches."
     if not (error := in_torch(rows, num_stages)) < 1e-9:
         raise Wrong(f"in PyTorch's runtime the gradients are off by {error:.0e}")
     return f"PyTorch's runtime ran the same file, and its gradients are those of one process within {error:.0e}."
