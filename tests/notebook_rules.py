@@ -29,6 +29,7 @@ ALLOWED_TO_RAISE: dict[tuple[str, str], str] = {}
 TIMES_THAT_HOLD: dict[tuple[str, str], str] = {
     ("04-ray-in-production/01_failures.ipynb", "costs-compare"): "the upload that is timed sleeps as long",
     ("04-ray-in-production/03_watching.ipynb", "assert-network"): "every wait holds a sleep, and every reading another",
+    ("06-beyond-data-parallel/08_experts.ipynb", "waits"): "the rank that every other one waits for sleeps as long",
 }
 
 
