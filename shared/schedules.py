@@ -32,8 +32,8 @@ class Cell(NamedTuple):
 class Placed(NamedTuple):
     """A cell on the clock of unit costs."""
 
-    start: int
-    end: int
+    start: float
+    end: float
     cell: Cell
 
 
@@ -106,10 +106,11 @@ def needs(cell: Cell, cells: set[Cell], num_stages: int) -> list[Cell]:
     return [Cell(stage, "F", microbatch), *(each for each in above if each in cells)]
 
 
-def timeline(table: list[list[Cell]]) -> list[list[Placed]]:
-    """Return the same rows on a clock: each cell starts as soon as its rank is free and what it needs has ended.
+def timeline(table: list[list[Cell]], message: float = 0) -> list[list[Placed]]:
+    """Return the same rows on a clock: each cell starts as soon as its rank is free and what it needs is there.
 
-    Sending takes no time. Raises ValueError if the ranks would wait for each other forever.
+    message: how many units a result takes to reach a different rank. Sending and receiving occupy no rank. Raises
+    ValueError if the ranks would wait for each other forever.
     """
     cells = {cell for row in table for cell in row}
     num_stages = 1 + max((cell.stage for cell in cells), default=0)
@@ -122,7 +123,8 @@ def timeline(table: list[list[Cell]]) -> list[list[Placed]]:
                 needed = needs(cell, cells, num_stages)
                 if not all(each in ends for each in needed):
                     break
-                start = max([placed[-1].end if placed else 0, *(ends[each] for each in needed)])
+                arrivals = [ends[each] + message * (each not in row) for each in needed]
+                start = max([placed[-1].end if placed else 0, *arrivals])
                 placed.append(Placed(start, start + UNITS[cell.kind], cell))
                 ends[cell], progress = placed[-1].end, True
     if waiting := [f"rank {rank} at {table[rank][len(row)]}" for rank, row in enumerate(rows)

@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from answers import cell, judge, stub
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import checks
 from checks import chapter_6_mesh_faults as mesh_faults
@@ -237,3 +242,29 @@ def test_the_check_tries_each_fault_on_each_mesh_that_can_have_it():
 def test_a_case_that_cannot_be_is_refused(case, because):
     with pytest.raises(ValueError, match=because):
         mesh_ports.Case(**case)
+
+
+def cut_and_save(preserve: bool, path: Path) -> tuple:
+    """Cut a matrix on a mesh of the ranks 1 and 0, by hand and by FSDP2, and save FSDP2's slices."""
+    mesh = DeviceMesh("cpu", [1, 0], preserve_rank_order=preserve)
+    layer = nn.Linear(3, 4, bias=False)
+    layer.weight.data = torch.arange(12.0).view(4, 3)
+    by_hand = distribute_tensor(layer.weight.data.clone(), mesh, [Shard(0)], src_data_rank=None)
+    weight = fully_shard(layer, mesh=mesh).weight
+    dcp.save({"weight": weight}, checkpoint_id=path)
+    agree = torch.equal(by_hand.to_local(), weight.to_local()), (mesh.get_local_rank(),) == mesh.get_coordinate()
+    return by_hand.full_tensor(), weight.detach().full_tensor(), *agree
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process loads, on purpose
+@pytest.mark.parametrize("preserve", [False, True])
+def test_a_mesh_whose_ranks_do_not_ascend_swaps_slices_unless_it_preserves_their_order(preserve, tmp_path):
+    whole = torch.arange(12.0).view(4, 3)
+    expected = whole if preserve else whole.roll(2, 0)
+    for by_hand, of_fsdp2, same_slices, group_rank_is_coordinate in ranks.run(cut_and_save, 2, preserve, tmp_path):
+        assert torch.equal(by_hand, expected)
+        assert torch.equal(of_fsdp2, whole)  # FSDP2 cuts and gathers by the ranks of the group
+        assert (same_slices, group_rank_is_coordinate) == (preserve, preserve)
+    loaded = {"weight": torch.zeros(4, 3)}
+    dcp.load(loaded, checkpoint_id=tmp_path, no_dist=True)
+    assert torch.equal(loaded["weight"], expected)

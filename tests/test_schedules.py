@@ -30,6 +30,18 @@ def test_idle_and_live_of_known_schedules(rows, idle, live):
 
 
 @pytest.mark.parametrize(
+    ("rows", "units"),
+    [
+        (GPIPE, 18 + 2),  # two boundaries, crossed forward and backward
+        (ONE_F_ONE_B, 18 + 4),
+        (["0F0 2F0 2B0 0B0", "1F0 1B0"], 9 + 2),  # from 2F0 to 2B0 no message is needed
+    ],
+)
+def test_a_message_of_half_a_unit_delays_only_what_comes_from_a_different_rank(rows, units):
+    assert schedules.last_end(schedules.timeline(schedules.read_table(rows), message=0.5)) == units
+
+
+@pytest.mark.parametrize(
     ("rows", "because"),
     {
         "missing": (["0F0 0B0 0F1", "1F0 1B0 1F1 1B1"], "0B1 is missing"),
