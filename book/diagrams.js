@@ -5,7 +5,8 @@ const darkByDefault = matchMedia("(prefers-color-scheme: dark)");
 async function drawDiagrams() {
   const theme = document.body.dataset.theme;
   const dark = theme === "dark" || (theme !== "light" && darkByDefault.matches);
-  mermaid.initialize({ startOnLoad: false, theme: dark ? "dark" : "neutral", fontFamily: "inherit" });
+  const flowchart = { wrappingWidth: 400 }; // wide enough for the lines as they are written
+  mermaid.initialize({ startOnLoad: false, theme: dark ? "dark" : "neutral", fontFamily: "inherit", flowchart });
   for (const [place, source] of diagrams) {
     place.textContent = source;
     delete place.dataset.processed;
