@@ -97,7 +97,7 @@ def longest_gap(rows: list[list[schedules.Placed]]) -> str:
     if not length:
         return "None of them idles between two cells: look at when each rank starts and ends"
     needed = max(schedules.needs(cell, set(cells), num_stages), key=lambda cell: cells[cell].end)
-    return f"A long gap: rank {rank} idles from {end - length} to {end}, because {cell} needs {needed}"
+    return f"A gap to look at: rank {rank} idles from {end - length} to {end}, because {cell} needs {needed}"
 
 
 def first_above(row: list[schedules.Cell], limit: int) -> schedules.Cell:

@@ -264,7 +264,8 @@ def draw_together(
     units = {name: 1.0 for name in schedules} | dict(units or {})
     ends = {name: units[name] * last_end(rows) for name, rows in schedules.items()}
     height = sum(len(rows) + 1.3 for rows in schedules.values())
-    axes = plots.new_axes(title, "time in units of one stage's forward pass", size=(8.6, 0.9 + 0.27 * height))
+    label = "time in units of a forward pass through a rank's stages"
+    axes = plots.new_axes(title, label, size=(8.6, 0.9 + 0.27 * height))
     axes.grid(visible=False)
     top, places, names = 0.0, [], []
     for name, rows in schedules.items():

@@ -86,8 +86,8 @@ def one_at_a_time():
 
 test_6_6a = judge(checks.exercise_6_6a, [a(), b()], {
     "stub": (stub, "not done yet"),
-    "one at a time": (one_at_a_time, "24 units, and 6 is possible. A long gap: rank 0 idles from 28"),
-    "last in reverse": (a(("2B0 2B1 2B2 2B3", "2B3 2B2 2B1 2B0")), "A long gap: rank 0 idles from "),
+    "one at a time": (one_at_a_time, "24 units, and 6 is possible. A gap to look at: rank 0 idles from 28"),
+    "last in reverse": (a(("2B0 2B1 2B2 2B3", "2B3 2B2 2B1 2B0")), "A gap to look at: rank 0 idles from "),
     "hangs": (a(("0F3 0B0", "0B0 0F3"), ("1F3 1B0", "1B0 1F3"), ("2F2 2F3", "2F3 2F2")),
               "in a circle: rank 1 waits for rank 2: 1B0 needs 2B0, and rank 2 waits for rank 1: 2F3 needs 1F3"),
     "a cell is missing": (a((" 1B3", "")), "no rank has started: 1B3 is missing"),
