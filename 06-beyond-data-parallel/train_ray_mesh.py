@@ -39,7 +39,7 @@ TASKS = (tasks.TextTask,)
 def main() -> None:
     parser = options.ray_parser(__doc__, TASKS, precisions={
         "fp32": "everything in float32",
-        "bf16": "gathered weights and activations, while slices, reductions and moments stay float32",
+        "bf16": "gathered weights, activations and their sums; slices, sums of gradients and moments stay float32",
         "fp64": "to compare runs",
     })  # fmt: skip
     only_fsdp2 = checked(str, "fsdp2".__eq__, "fsdp2; for DDP use train_ray_ddp.py --dataset text")

@@ -133,12 +133,12 @@ def timeline(table: list[list[Cell]], message: float = 0) -> list[list[Placed]]:
     return rows
 
 
-def last_end(rows: list[list[Placed]]) -> int:
+def last_end(rows: list[list[Placed]]) -> float:
     """Return when the last rank ends."""
     return max((row[-1].end for row in rows if row), default=0)
 
 
-def idle_units(rows: list[list[Placed]]) -> list[int]:
+def idle_units(rows: list[list[Placed]]) -> list[float]:
     """Return for each rank how many units of the step it does not compute."""
     last = last_end(rows)
     return [last - sum(placed.end - placed.start for placed in row) for row in rows]

@@ -62,7 +62,8 @@ PADDED = (
 )  # fmt: skip
 MIXED_UP = (".unflatten(0, (size, number))", ".unflatten(0, (number, size)).transpose(0, 1)")
 KEPT = ("ExchangeParts.apply(gradient, *ctx.sizes)", "gradient.new_zeros(sum(ctx.sizes[1]), *gradient.shape[1:])")
-EVERY_RANK_SEES_IT = ("heads[rank], q", "[heads[each] for each in range(size)][rank], q")  # else the first error varies
+# On every rank, otherwise the first error varies.
+EVERY_RANK_SEES_IT = ("heads[rank], q", "[heads[each] for each in range(size)][rank], q")
 test_6_7b = judge(checks.exercise_6_7b, [ulysses()], {
     "stub": (stub, "not done yet"),
     "padded": (ulysses(*PADDED), "With even shares"),
